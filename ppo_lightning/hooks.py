@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 
 class PPOCallback(pl.Callback):
-    """A Lightning callback with the stages of a PPO iteration. Every hook is optional and is called on every rank, in the
-    order of the Trainer's callbacks. A rank sees *its share* of the samples until the rewards are in; whole groups (all
-    samples of a prompt) stay on one rank."""
+    """A Lightning callback with the stages of a PPO iteration. Every hook is optional and is called on every
+    rank, in the order of the Trainer's callbacks. A rank sees *its share* of the samples until the rewards
+    are in; whole groups (all samples of a prompt) stay on one rank."""
 
     def on_rollout_start(self, trainer: pl.Trainer, module: PPOModule, prompts: list[Prompt]) -> None:
-        """Prompts of this step, all of them. The rollout callback generates here and fills `module.rollout.samples`."""
+        """Prompts of this step, all of them. The rollout callback generates here and fills
+        `module.rollout.samples`."""
 
     def on_rollout_end(self, trainer: pl.Trainer, module: PPOModule, samples: list[Sample]) -> None:
         """Responses of this rank are there, rewards are not."""

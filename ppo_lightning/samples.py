@@ -10,11 +10,13 @@ what lies past a response's end, or under mask 0, carries no meaning and may be 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from enum import Enum
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 S = TypeVar("S")
@@ -27,11 +29,13 @@ class MissingSlotError(RuntimeError):
 def require(value: S | None, slot: str, filled_by: str) -> S:
     """`value`, or an error that names the slot and who fills it."""
     if value is None:
-        raise MissingSlotError(f"{slot} is empty: it is filled by {filled_by}; add that callback to the Trainer")
+        raise MissingSlotError(
+            f"{slot} is empty: it is filled by {filled_by}; add that callback to the Trainer"
+        )
     return value
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """How generation of a sample ended."""
 
     PENDING = "pending"
@@ -63,7 +67,7 @@ class Sample:
     response: str = ""
     response_length: int = 0  # in tokens
     loss_mask: list[int] | None = None  # [response_length]; None: every response token is trainable
-    rollout_log_probs: list[float] | None = None  # [response_length], log softmax(logits / temperature) of the engine
+    rollout_log_probs: list[float] | None = None  # [response_length], at the sampling temperature
     reward: float | None = None  # rewards are added up: several reward callbacks may each contribute
     status: Status = Status.PENDING
     weight_versions: list[int] = field(default_factory=list)  # weights that wrote the response, oldest first
@@ -81,6 +85,15 @@ class Sample:
             return [0] * self.response_length
         return [1] * self.response_length if self.loss_mask is None else self.loss_mask
 
+    def mask_if_truncated(self) -> None:
+        """A sample cut at the maximal length says little about its answer: train on none of it."""
+        if self.status is Status.TRUNCATED:
+            self.loss_mask = [0] * self.response_length
+
+    @property
+    def failed(self) -> bool:
+        return self.status is Status.FAILED
+
     @property
     def prompt_tokens(self) -> list[int]:
         return self.tokens[: len(self.tokens) - self.response_length]
@@ -91,18 +104,30 @@ class TokenFields:
     """Per-token inputs of a loss, aligned with each other. [n] each; None where nobody needs it."""
 
     mask: Tensor  # bool, trainable
-    weight: Tensor  # share of the token in the optimizer batch's mean; sums to 1 over the whole batch, 0 where masked
+    weight: (
+        Tensor  # the token's share in the optimizer batch's mean: sums to 1 over the batch, 0 where masked
+    )
     old_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     old_values: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    sequence: Tensor | None = None  # int64, place of the token's sequence in the whole micro-batch
+    num_sequences: int = 0  # sequences of the whole micro-batch: the same on ranks that hold parts of it
 
     def take(self, index: Tensor) -> TokenFields:
         """The same fields at `index`."""
-        picked = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TokenFields(**{k: None if v is None else v[index] for k, v in picked.items()})
+        return self._each(lambda x: x[index])
+
+    def to(self, device: torch.device | str) -> TokenFields:
+        """The same fields on `device`."""
+        return self._each(lambda x: x.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenFields:
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "num_sequences"}
+        changed: dict[str, Any] = {name: change(x) for name, x in tensors.items() if x is not None}
+        return replace(self, **changed)
 
 
 @dataclass(slots=True)
@@ -125,7 +150,8 @@ class Experience:
 
 @dataclass(slots=True)
 class Microbatch:
-    """Whole sequences for one forward pass; how they are cut over context-parallel ranks is the strategy's affair."""
+    """Whole sequences for one forward pass; how they are cut over context-parallel ranks is the strategy's
+    affair."""
 
     rows: list[int]  # b rows of the experience; empty: a dummy that keeps collectives in step
     tokens: list[Tensor]  # b tensors int64 [prompt + response]

@@ -18,7 +18,8 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw responses. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 keep the whole vocabulary."""
+    """How to draw responses. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 keep the whole
+    vocabulary."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -31,13 +32,14 @@ class SamplingParams:
 class Engine(Protocol):
     def generate(self, samples: Sequence[Sample], params: SamplingParams, seeds: Sequence[int]) -> None:
         """Write a response to each sample, in place. On entry `tokens` holds the prompt; on return `tokens`,
-        `response`, `response_length`, `rollout_log_probs`, `status` and `weight_versions` are filled. The matched stop
-        token stays in `tokens` and is left out of `response`. `seeds[i]` alone decides the draws of sample i where the
-        engine can promise it (the embedded one does). A prompt that leaves no room for a token raises ValueError."""
+        `response`, `response_length`, `rollout_log_probs`, `status` and `weight_versions` are filled. The
+        matched stop token stays in `tokens` and is left out of `response`. `seeds[i]` alone decides the
+        draws of sample i where the engine can promise it (the embedded one does). A prompt that leaves no
+        room for a token raises ValueError."""
 
     def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights under Hugging Face names, full tensors, each exactly once. The iterator is collective:
-        it must be drained on every rank even where this engine has no use for a tensor."""
+        """Take new weights under Hugging Face names, full tensors, each exactly once. The iterator is
+        collective: it must be drained on every rank even where this engine has no use for a tensor."""
 
     def sleep(self) -> None:
         """Free the accelerator while training; idempotent."""

@@ -1,0 +1,58 @@
+# make demo   install, prepare, train a small language model with PPO, report      make test   install, run the tests
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+PY := $(VENV)/bin/python
+LOCK := requirements/cpu.lock
+STAMP := $(VENV)/.installed-$(shell sha256sum $(LOCK) | cut -c1-16)
+WORKERS ?= 2
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.PHONY: setup demo test test-all lint type fidelity torture bench lock clean
+
+setup: $(STAMP)
+	@$(PY) -c "import ppo_lightning, sys; sys.exit(not ppo_lightning.__file__.startswith('$(CURDIR)/'))" 2>/dev/null \
+		|| $(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+
+$(STAMP):
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" \
+		|| { echo "ppo_lightning needs Python 3.11 or newer; set PYTHON=/path/to/python"; exit 2; }
+	@echo "installing $(LOCK) into $(VENV) (about four minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet --no-deps --requirement $(LOCK)
+	@$(PY) -c "import torch" || { echo "torch does not import: the package index served a build for another accelerator;" \
+		"let pip see PyTorch's CPU wheels (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS) and run make again"; rm -rf $(VENV); exit 1; }
+	@$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/.installed-*; touch $@
+
+demo: setup
+	@unset OMP_NUM_THREADS; $(VENV)/bin/ppo-lightning prepare --recipe tiny_ppo && $(VENV)/bin/ppo-lightning fit --recipe tiny_ppo
+
+test: setup
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
+
+test-all: setup
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+type: setup
+	$(PY) tests/typecheck.py
+
+fidelity: setup
+	$(PY) -m tests.distributed.fidelity
+
+torture: setup
+	$(PY) -m tests.torture --rounds $(or $(ROUNDS),20)
+
+bench: setup
+	$(PY) -m benchmarks
+
+lock: setup
+	$(PY) -m pip freeze --exclude-editable | sed 's/+cpu//' | sort -f > $(LOCK)
+
+clean:
+	rm -rf outputs data models build *.egg-info

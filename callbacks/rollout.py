@@ -1,0 +1,151 @@
+"""Prompts in, this rank's responses out."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ppo_lightning.engines import Engine, SamplingParams, build_engine, sample_seed
+from ppo_lightning.hooks import PPOCallback
+from ppo_lightning.rewards import custom
+from ppo_lightning.samples import Prompt, Sample, Status, require
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from ppo_lightning.config import PPOConfig
+    from ppo_lightning.module import PPOModule
+
+Generate = Callable[[Sequence[Sample], Engine, SamplingParams, Sequence[int]], Any]
+
+
+class RolloutError(RuntimeError):
+    """A sample came back from generation in a state that cannot be trained on."""
+
+
+class RolloutCallback(PPOCallback):
+    """Generates: each rank `n_samples_per_prompt` responses to its contiguous share of the prompts. The
+    engine is made from the configuration, and closed in the end, or given, and left to its owner.
+
+    `generate(samples, engine, params, seeds)`, sync or async, replaces `engine.generate` (several turns,
+    tools): it fills the samples as an engine does and may set `loss_mask` to 0 on tokens that the model did
+    not write."""
+
+    def __init__(self, engine: Engine | None = None, generate: Generate | None = None) -> None:
+        self.engine = engine
+        self.generate = generate
+        self._own = engine is None
+
+    def setup(self, trainer: pl.Trainer, pl_module: PPOModule, stage: str) -> None:
+        config = pl_module.config
+        if self.engine is None:
+            strategy = trainer.strategy
+            self.engine = build_engine(
+                config,
+                device=strategy.root_device,
+                rank=trainer.global_rank,
+                world=trainer.world_size,
+                share=pl_module.strategy.gather_objects,
+            )
+        path = config.rollout.custom_generate_function_path
+        if self.generate is None and path is not None:
+            self.generate = custom.load(path, flag="--custom-generate-function-path")
+        pl_module.engine = self.engine
+
+    def on_rollout_start(self, trainer: pl.Trainer, module: PPOModule, prompts: list[Prompt]) -> None:
+        rollout = require(module.rollout, "module.rollout", "PPOModule")
+        config = module.config
+        samples = share_of_samples(
+            prompts, config.rollout.n_samples_per_prompt, trainer.global_rank, trainer.world_size
+        )
+        seeds = [seed_of(config, rollout.index, s) for s in samples]
+        self.write(samples, training_params(config), seeds)
+        rollout.samples = samples
+
+    def write(self, samples: list[Sample], params: SamplingParams, seeds: Sequence[int]) -> None:
+        """Let the engine, or the own function, write the responses, and check them."""
+        if self.generate is None:
+            self._engine.generate(samples, params, seeds)
+        else:
+            result = self.generate(samples, self._engine, params, seeds)
+            if inspect.iscoroutine(result):
+                custom.run(result)
+        for sample in samples:
+            check(sample)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: PPOModule, stage: str) -> None:
+        self.close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: PPOModule, exception: BaseException) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._own and self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+    @property
+    def _engine(self) -> Engine:
+        return require(self.engine, "the rollout engine", "RolloutCallback.setup")
+
+
+def share_of_samples(prompts: Sequence[Prompt], n: int, rank: int, world: int) -> list[Sample]:
+    """`n` empty samples to each prompt of this rank. Shares are contiguous and differ by one prompt at most;
+    with fewer prompts than ranks some are empty."""
+    first, last = rank * len(prompts) // world, (rank + 1) * len(prompts) // world
+    return [
+        Sample(
+            prompt=prompts[group].prompt,
+            label=prompts[group].label,
+            metadata=dict(prompts[group].metadata),
+            tokens=list(prompts[group].tokens),
+            group_index=group,
+            index=group * n + number,
+        )
+        for group in range(first, last)
+        for number in range(n)
+    ]
+
+
+def seed_of(config: PPOConfig, rollout: int, sample: Sample) -> int:
+    """By the sample's place in the whole rollout, so that the number of ranks has no part in it."""
+    base = sample_seed(config.optimizer.seed, config.data.rollout_seed, 0, 0)
+    return sample_seed(base, rollout, sample.group_index, sample.index)
+
+
+def training_params(config: PPOConfig) -> SamplingParams:
+    """How the flags `--rollout-...` say to draw."""
+    r = config.rollout
+    return SamplingParams(
+        max_new_tokens=require(r.rollout_max_response_len, "--rollout-max-response-len", "the configuration"),
+        temperature=r.rollout_temperature,
+        top_p=r.rollout_top_p,
+        top_k=r.rollout_top_k,
+        stop=r.rollout_stop,
+        stop_token_ids=r.rollout_stop_token_ids,
+    )
+
+
+def check(sample: Sample) -> None:
+    """Raise RolloutError, naming sample and slot, where lengths disagree or a log-prob is not finite."""
+    if sample.failed:
+        return
+    n = sample.response_length
+    faults = []
+    if sample.status is Status.PENDING:
+        faults.append("status was not set")
+    if not 0 < n < len(sample.tokens):
+        faults.append(f"response_length is {n} of {len(sample.tokens)} tokens; both parts need a token")
+    if sample.loss_mask is not None and len(sample.loss_mask) != n:
+        faults.append(f"loss_mask has {len(sample.loss_mask)} entries for {n} response tokens")
+    logprobs = sample.rollout_log_probs
+    if logprobs is not None and len(logprobs) != n:
+        faults.append(f"rollout_log_probs has {len(logprobs)} entries for {n} response tokens")
+    elif logprobs is not None and not faults:
+        wrong = [t for t in range(n) if sample.trainable[t] and not math.isfinite(logprobs[t])]
+        if wrong:
+            faults.append(f"rollout_log_probs[{wrong[0]}] is {logprobs[wrong[0]]}")
+    if faults:
+        raise RolloutError(f"sample {sample.index} after generation: {'; '.join(faults)}")

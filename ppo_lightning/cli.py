@@ -1,0 +1,259 @@
+"""`ppo-lightning fit|prepare|convert|evaluate|report`: parse, check, then import what is heavy and run it.
+
+Exit codes: 0 done, 2 usage or configuration, 1 failure while running, 130 interrupted, 143 terminated. A
+failure is one line; its traceback goes to <output-dir>/log.txt, and to the screen with --debug-traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from ppo_lightning import __version__
+from ppo_lightning.checks import check_files, visible_gpus
+from ppo_lightning.config import ConfigError, PPOConfig
+from ppo_lightning.derive import output_dir
+from ppo_lightning.failures import Guard
+from ppo_lightning.flags import Arguments, Parser, parse
+from ppo_lightning.option import unknown
+
+RECIPES = "ppo_lightning.recipes"
+USAGE = """usage: ppo-lightning COMMAND [flags]
+
+  fit        train, going on from the last checkpoint
+  prepare    download, build and convert what a recipe needs
+  convert    Hugging Face directory <-> torch_dist checkpoint
+  evaluate   score a model on evaluation sets
+  report     draw <output-dir>/report.png again
+
+`ppo-lightning COMMAND --help` lists its flags; recipes: {recipes}
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE.format(recipes=", ".join(recipe_names())), end="")
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"ppo-lightning {__version__}")
+        return 0
+    command = COMMANDS.get(argv[0])
+    if command is None:
+        print(f"error: {unknown(argv[0], COMMANDS, 'command')}", file=sys.stderr)
+        return 2
+    guard = Guard()
+    return guard.run(lambda: command(argv[1:], guard))
+
+
+def run_recipe(recipe: ModuleType | str, argv: Sequence[str] | None = None) -> int:
+    """What a recipe file's `main` does: `fit` with that recipe and the command line's flags. `recipe` is the
+    module, its name, or its `__file__`."""
+    place = recipe if isinstance(recipe, str) else str(recipe.__file__)
+    name = Path(place).stem if Path(place).stem in recipe_names() else place
+    return main(["fit", "--recipe", name, *(sys.argv[1:] if argv is None else argv)])
+
+
+def recipe_names() -> list[str]:
+    """Recipes of this package, found without importing them."""
+    package = importlib.import_module(RECIPES)
+    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+
+
+def load_recipe(name: str) -> ModuleType:
+    """A recipe's module, by its name or its file. Raises ConfigError that lists the recipes there are."""
+    if name.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+        if spec is None or spec.loader is None or not Path(name).is_file():
+            raise ConfigError(f"--recipe {name}: there is no such file")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        there = recipe_names()
+        if name.replace("-", "_") not in there:
+            raise ConfigError(f"--recipe: {unknown(name, there, 'recipe')}; there are {', '.join(there)}")
+        module = importlib.import_module(f"{RECIPES}.{name.replace('-', '_')}")
+    if not hasattr(module, "config"):
+        raise ConfigError(f"--recipe {name}: it defines no config() that returns a PPOConfig")
+    return module
+
+
+def _parse(command: str, argv: Sequence[str], guard: Guard, description: str) -> Arguments:
+    arguments = parse(
+        argv,
+        prog=f"ppo-lightning {command}",
+        description=description,
+        recipe=lambda name: load_recipe(name).config(),
+    )
+    guard.output_dir = output_dir(arguments.config)
+    guard.debug_traceback = arguments.debug_traceback
+    return arguments
+
+
+def _resolved(config: PPOConfig, command: str = "fit", files: bool = True) -> tuple[PPOConfig, list[str]]:
+    gpus = visible_gpus()
+    try:
+        return config.resolve(cuda=gpus > 0, device_count=gpus, command=command, files=files)
+    except ConfigError as error:
+        if config.recipe is None and config.model.hf_checkpoint is None and recipe_names():
+            hint = f"or start from a recipe: --recipe {'|'.join(recipe_names())}"
+            raise ConfigError([*error.problems, hint]) from None
+        raise
+
+
+def _shown(arguments: Arguments, command: str) -> bool:
+    """Answer --print-config and --dry-run; whether one was asked for."""
+    if arguments.print_config:
+        config, warnings = _resolved(arguments.config, command)
+        _warn(warnings)
+        print(config.to_yaml(), end="")
+    elif arguments.dry_run:
+        from ppo_lightning.dryrun import dry_run
+
+        config, warnings = _resolved(arguments.config, command, files=False)
+        _warn(warnings)
+        recipe = load_recipe(config.recipe) if config.recipe else None
+        architecture = getattr(recipe, "model_config", None)
+        dry_run(config, arguments.recipe, model_config=architecture, command=command)
+    return arguments.print_config or arguments.dry_run
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def _checked(arguments: Arguments, command: str) -> None:
+    """Raise ConfigError for all that can be seen before torch is imported. The run itself resolves again."""
+    config, _ = _resolved(arguments.config, command)
+    problems = check_files(config, command)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _fit(argv: Sequence[str], guard: Guard) -> None:
+    arguments = _parse(
+        "fit", argv, guard, "Train with PPO. The same command again goes on from the last checkpoint."
+    )
+    if _shown(arguments, "fit"):
+        return
+    _checked(arguments, "fit")
+    config = arguments.config
+    recipe = load_recipe(config.recipe) if config.recipe else None
+    callbacks = recipe.callbacks() if recipe and hasattr(recipe, "callbacks") else []
+    scored = (
+        config.reward.rm_type or config.reward.custom_rm_path or config.rollout.custom_generate_function_path
+    )
+    if not (scored or callbacks or config.debug.load_debug_rollout_data):
+        raise ConfigError("nothing scores the responses: give --rm-type or --custom-rm-path")
+    from ppo_lightning.run import fit
+
+    fit(config, callbacks)
+
+
+def _evaluate(argv: Sequence[str], guard: Guard) -> None:
+    arguments = _parse(
+        "evaluate", argv, guard, "Score the model of --load (or --hf-checkpoint) on --eval-prompt-data."
+    )
+    if _shown(arguments, "evaluate"):
+        return
+    _checked(arguments, "evaluate")
+    from ppo_lightning.run import evaluate
+
+    evaluate(arguments.config)
+
+
+def _prepare(argv: Sequence[str], guard: Guard) -> None:
+    arguments = _parse(
+        "prepare", argv, guard, "Download, build and convert what a recipe needs; skips what is there."
+    )
+    if _shown(arguments, "fit"):
+        return
+    if arguments.config.recipe is None:
+        raise ConfigError(f"prepare needs a recipe: --recipe {'|'.join(recipe_names())}")
+    config, warnings = _resolved(arguments.config, files=False)
+    _warn(warnings)
+    recipe = load_recipe(arguments.config.recipe)
+    if not hasattr(recipe, "prepare"):
+        print(f"recipe {config.recipe} needs no preparation")
+        return
+    recipe.prepare(config)
+
+
+def _report(argv: Sequence[str], guard: Guard) -> None:
+    if argv and not argv[0].startswith("-"):
+        argv = ["--output-dir", *argv]
+    arguments = _parse(
+        "report", argv, guard, "Draw report.png of a run's directory: report DIR, or --output-dir DIR."
+    )
+    config = arguments.config
+    if config.logging.output_dir is None and config.recipe is None:
+        raise ConfigError("report needs a run's directory: ppo-lightning report DIR")
+    directory = output_dir(config)
+    if not (directory / "metrics.csv").is_file():
+        raise ConfigError(f"{directory} holds no metrics.csv; name the output directory of a run")
+    from ppo_lightning.report import write_report
+
+    print(write_report(directory))
+
+
+def _convert(argv: Sequence[str], guard: Guard) -> None:
+    parser = Parser(
+        prog="ppo-lightning convert",
+        description="Convert a model's weights; works on CPU.",
+        allow_abbrev=False,
+    )
+    formats = ("hf", "torch_dist")
+    parser.add_argument("--from", dest="source_format", choices=formats, required=True)
+    parser.add_argument("--to", dest="target_format", choices=formats, required=True)
+    parser.add_argument("--source", required=True, metavar="DIR", help="what is read")
+    parser.add_argument("--target", required=True, metavar="DIR", help="what is written")
+    parser.add_argument(
+        "--hf-checkpoint", metavar="DIR", help="architecture and tokenizer, for --from torch_dist"
+    )
+    for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
+        parser.add_argument(name, type=int, default=1, metavar="N", help="layout of the checkpoint")
+    parser.add_argument("--debug-traceback", action="store_true", help="print the traceback of a failure")
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    strange = [
+        flag for token in argv if (flag := token.partition("=")[0]).startswith("--") and flag not in known
+    ]
+    if strange:
+        raise ConfigError([unknown(flag, known, "flag") for flag in strange])
+    given = vars(parser.parse_args(argv))
+    guard.debug_traceback = given.pop("debug_traceback")
+    source = Path(given["source"])
+    problems = []
+    if not source.is_dir():
+        problems.append(f"--source {source} is no directory")
+    if given["source_format"] == given["target_format"]:
+        problems.append(f"--from and --to are both {given['target_format']}; give one hf and one torch_dist")
+    if given["source_format"] == "torch_dist" and given["hf_checkpoint"] is None:
+        problems.append(
+            "--from torch_dist needs --hf-checkpoint: a directory with config.json and the tokenizer"
+        )
+    problems += [
+        f"{flag} {given[name]}: must be at least 1"
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        if given[name] < 1 and (flag := "--" + name.replace("_", "-"))
+    ]
+    if problems:
+        raise ConfigError(problems)
+    from ppo_lightning.megatron.convert import convert
+
+    convert(**given)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str], Guard], None]] = {
+    "fit": _fit,
+    "prepare": _prepare,
+    "convert": _convert,
+    "evaluate": _evaluate,
+    "report": _report,
+}

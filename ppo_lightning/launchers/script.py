@@ -1,0 +1,51 @@
+"""The user's own script, to be run again as it was started."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+FORWARDED = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_")
+FORWARDED += ("PYTHON", "PL_", "PPO_LIGHTNING_", "SGLANG_")
+
+
+class RayLaunchError(RuntimeError):
+    """The cluster cannot hold the job, or a part of it ended without an error of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """How this process was started, to start it again: a file or a module, its arguments, its directory."""
+
+    argv: tuple[str, ...]
+    module: str | None
+    cwd: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def current(cls) -> Script:
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        module = None if spec is None else spec.name.removesuffix(".__main__")
+        argv = (os.path.abspath(sys.argv[0]), *sys.argv[1:])
+        passed = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
+        return cls(argv, module, os.getcwd(), passed)
+
+    def run(self, environment: Mapping[str, str]) -> None:
+        """Run it in this process, as its main program. Raises what it raises; an exit with a status other
+        than 0 becomes the error that led to it."""
+        os.environ.update(self.environment | dict(environment))
+        if os.path.isdir(self.cwd):
+            os.chdir(self.cwd)
+        sys.argv[:] = self.argv
+        sys.path.insert(0, self.cwd if self.module else os.path.dirname(self.argv[0]))
+        try:
+            if self.module:
+                runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(self.argv[0], run_name="__main__")
+        except SystemExit as end:  # Ray would take it for the wish of an actor to leave
+            if end.code not in (None, 0):
+                raise end.__context__ or RayLaunchError(f"the script ended with status {end.code}") from None

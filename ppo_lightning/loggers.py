@@ -1,0 +1,80 @@
+"""metrics.csv that survives a resume, and log.txt."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+
+class MetricsCSV(Logger):
+    """One row per rollout in `<output_dir>/metrics.csv`, columns as they come. Lightning's CSVLogger deletes
+    the file of the run it resumes; this one keeps it and drops only the rows that are written again."""
+
+    def __init__(self, output_dir: str) -> None:
+        super().__init__()
+        self.path = Path(output_dir) / "metrics.csv"
+        self.rows: dict[int, dict[str, str]] | None = None
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """The configuration is saved as config.yaml, not here."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Merge `metrics` into the row of `step` and replace the file at once."""
+        step = 0 if step is None else step
+        if self.rows is None:
+            self.rows = {k: row for k, row in self._read().items() if k < step}
+        self.rows.setdefault(step, {}).update({k: repr(float(v)) for k, v in metrics.items() if k != "epoch"})
+        self._write(self.rows)
+
+    def _read(self) -> dict[int, dict[str, str]]:
+        if not self.path.exists():
+            return {}
+        with self.path.open(newline="", encoding="utf-8") as file:
+            return {
+                int(row["step"]): {k: v for k, v in row.items() if k != "step" and v}
+                for row in csv.DictReader(file)
+            }
+
+    def _write(self, rows: dict[int, dict[str, str]]) -> None:
+        columns = ["step", *dict.fromkeys(name for row in rows.values() for name in row)]
+        temporary = self.path.with_suffix(".csv.tmp")
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, restval="")
+            writer.writeheader()
+            writer.writerows({"step": step, **row} for step, row in sorted(rows.items()))
+        os.replace(temporary, self.path)
+
+
+def log_to_file(output_dir: str, rank: int) -> None:
+    """Everything the loggers of this package and of Lightning say also goes to `<output_dir>/log.txt` (rank
+    0)."""
+    for name in ("ppo_lightning", "lightning.pytorch"):
+        logger = logging.getLogger(name)
+        if rank != 0:
+            logger.setLevel(logging.WARNING)
+            continue
+        if name == "ppo_lightning":
+            logger.setLevel(logging.INFO)
+            if not logger.handlers:
+                logger.addHandler(logging.StreamHandler())
+        target = str(Path(output_dir).resolve() / "log.txt")
+        if not any(getattr(h, "baseFilename", None) == target for h in logger.handlers):
+            handler = logging.FileHandler(target, encoding="utf-8")
+            handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+            logger.addHandler(handler)

@@ -1,0 +1,140 @@
+"""The process groups of Megatron-Core, and this rank's place in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from ppo_lightning.megatron import cpu
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes and this rank's coordinates; world = tp * cp * dp * pp, tensor ranks being next to each other.
+
+    The groups are those of the process; ask for them only between `initialize` and `destroy`.
+    """
+
+    world: int
+    rank: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    vpp: int | None = None  # virtual stages per pipeline rank; None: no interleaving
+    sequence_parallel: bool = False
+    tp_rank: int = 0
+    pp_rank: int = 0
+    cp_rank: int = 0
+    dp_rank: int = 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes outputs and losses (in its last virtual stage)."""
+        return self.pp_rank == self.pp - 1
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of the last stage of this rank's pipeline."""
+        return dist.get_process_group_ranks(self.pp_group)[-1]
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every packed sequence is padded to a multiple of this many tokens: two zigzag pieces per context
+        rank, each of which sequence parallelism cuts over the tensor ranks."""
+        return self.tp * (2 * self.cp if self.cp > 1 else 1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live."""
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_pipeline_model_parallel_group()
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_context_parallel_group()
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same shard of the model and see other samples."""
+        return parallel_state.get_data_parallel_group()
+
+    @property
+    def dp_cp_group(self) -> dist.ProcessGroup:
+        """Ranks over which gradients are summed."""
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def initialize(
+    *,
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    sequence_parallel: bool = False,
+    seed: int = 1234,
+    timeout_minutes: int = 30,
+) -> Topology:
+    """Form Megatron's groups over the default process group, which must exist, and seed its random states.
+
+    Sequence parallelism without tensor parallelism, and virtual stages of one, mean nothing and are dropped.
+    Raises ValueError where the sizes do not fit the world.
+    """
+    tp, pp, cp = tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size
+    vpp = virtual_pipeline_model_parallel_size
+    world = dist.get_world_size()
+    if world % (tp * pp * cp):
+        raise ValueError(
+            f"TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp} does not divide the {world} ranks of this run;"
+            " change one of the sizes or the number of ranks"
+        )
+    if vpp is not None and vpp > 1 and pp == 1:
+        raise ValueError(
+            f"{vpp} virtual pipeline stages need a pipeline: set pipeline_model_parallel_size >= 2"
+        )
+    vpp = vpp if vpp is not None and vpp > 1 else None
+    cpu.install()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        context_parallel_size=cp,
+        distributed_timeout_minutes=timeout_minutes,
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return Topology(
+        world=world,
+        rank=dist.get_rank(),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        dp=world // (tp * pp * cp),
+        vpp=vpp,
+        sequence_parallel=sequence_parallel and tp > 1,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+    )
+
+
+def destroy() -> None:
+    """Forget Megatron's groups; the default process group stays."""
+    parallel_state.destroy_model_parallel()

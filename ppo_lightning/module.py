@@ -1,0 +1,293 @@
+"""The PPO iteration as a Lightning module. `training_step` is the page to read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+
+from ppo_lightning import advantages, experience, losses, packing
+from ppo_lightning.hooks import emit
+from ppo_lightning.megatron.optimizer import OptimizerOptions
+from ppo_lightning.metrics import experience_metrics, mean_of, rollout_metrics
+from ppo_lightning.samples import Experience, Prompt, Sample, require
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ppo_lightning.config import PPOConfig
+    from ppo_lightning.engines.base import Engine
+    from ppo_lightning.megatron.strategy import MegatronStrategy
+
+
+@dataclass(slots=True)
+class Rollout:
+    """What the callbacks fill during one iteration."""
+
+    index: int  # rollouts done before this one
+    prompts: list[Prompt]
+    samples: list[Sample] | None = None  # this rank's share until the rewards are in, then the whole rollout
+    train_actor: bool = True  # the critic warm-up sets it to False
+    times: dict[str, float] = field(default_factory=dict)  # seconds by stage
+
+
+class NonFiniteUpdateError(RuntimeError):
+    """Too many optimizer steps in a row were skipped."""
+
+
+class RolloutDone(torch.optim.Optimizer):
+    """The one optimizer that Lightning sees: its step means "one rollout done", which is what `global_step`
+    counts."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.nn.Parameter(torch.zeros(()), requires_grad=False)], {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if closure is not None:
+            closure()
+
+
+class PPOModule(pl.LightningModule):
+    """Actor and, for `ppo`, critic, trained by one PPO iteration per batch of prompts.
+
+    `config` must be resolved (`PPOConfig.resolve`). Needs a Trainer with `MegatronStrategy`, a rollout
+    callback and at least one reward callback."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.config = config
+        self.engine: Engine | None = None
+        self.rollout: Rollout | None = None
+        self.weight_version = 0
+        self.skipped_in_a_row = {"actor": 0, "critic": 0}
+        self.kl = losses.KLController.from_config(config)
+        self.estimator = advantages.estimator(config.algorithm.advantage_estimator)
+        self.has_critic = self.estimator.needs_critic
+        self.has_reference = config.kl
+
+    def training_step(self, prompts: list[Prompt], batch_idx: int) -> None:
+        """One PPO iteration: prompts in, updated actor and critic out."""
+        started = time.perf_counter()
+        samples = self.generate(prompts)
+        plan = self.plan(samples)
+        share = self.share(samples, plan)
+        if self.has_critic:
+            share.old_values = self.infer("critic", "values", share, plan)
+        if self.has_reference:
+            share.ref_logprobs = self.infer("reference", "logprobs", share, plan)
+        if self.config.algorithm.use_rollout_logprobs:
+            share.old_logprobs = require(share.rollout_logprobs, "rollout_log_probs", "the rollout engine")
+        else:
+            share.old_logprobs = self.infer("actor", "logprobs", share, plan)
+        self.emit("on_experience_end", share)
+        share.advantages, share.returns = self.advantages(share)
+        self.emit("on_advantages_end", share)
+
+        metrics = rollout_metrics(samples) | experience_metrics(share, self.strategy.reduce_over_data)
+        if self.has_critic:
+            self.emit("on_critic_update_start")
+            metrics |= self.update("critic", self.value_objective(), share, plan)
+            self.emit("on_critic_update_end")
+        if self.rollout.train_actor:
+            self.emit("on_actor_update_start")
+            metrics |= self.update("actor", self.policy_objective(), share, plan)
+            self.emit("on_actor_update_end")
+            self.weight_version += 1
+            with self.timed("weight_sync"):
+                self.emit("on_weights_updated", self.weight_version)
+        self.log_rollout(metrics, samples, time.perf_counter() - started)
+        self.optimizers().step()
+        self.trainer.datamodule.commit()
+
+    # ---- the stages ----------------------------------------------------------------------------------------
+
+    def generate(self, prompts: list[Prompt]) -> list[Sample]:
+        """Responses and rewards of the whole rollout, in its order, on every rank."""
+        self.rollout = Rollout(self.trainer.global_step, prompts)
+        with self.timed("rollout"):
+            self.emit("on_rollout_start", prompts)
+            mine = require(self.rollout.samples, "module.rollout.samples", "RolloutCallback")
+            self.emit("on_rollout_end", mine)
+        with self.timed("reward"):
+            self.score(mine)
+            everyone = [s for part in self.strategy.gather_objects(mine) for s in part]
+        self.rollout.samples = sorted(everyone, key=lambda s: s.index)
+        if self.config.algorithm.mask_truncated_samples:
+            for sample in self.rollout.samples:
+                sample.mask_if_truncated()
+        return self.rollout.samples
+
+    def score(self, samples: list[Sample]) -> None:
+        """Let the reward callbacks score `samples`; a failed sample counts 0 and is not trained on."""
+        usable = [s for s in samples if not s.failed]
+        self.emit("on_reward", usable)
+        for sample in samples:
+            if sample.failed:
+                sample.reward = 0.0
+            require(sample.reward, f"the reward of sample {sample.index}", "a RewardCallback (or --rm-type)")
+
+    def plan(self, samples: list[Sample]) -> packing.RolloutPlan:
+        """Optimizer batches, data ranks and micro-batches; computed alike on every rank."""
+        c, topology = self.config, self.strategy.topology
+        dynamic = c.performance.use_dynamic_batch_size
+        return packing.plan_rollout(
+            [len(s.tokens) for s in samples],
+            num_steps=c.rollout.num_steps_per_rollout,
+            data_ranks=topology.dp,
+            micro_batch_size=None if dynamic else c.performance.micro_batch_size,
+            max_tokens=c.performance.max_tokens_per_gpu * topology.cp if dynamic else None,
+            balance=c.performance.balance_data,
+            multiple_of=topology.pp if topology.vpp else 1,
+        )
+
+    def share(self, samples: list[Sample], plan: packing.RolloutPlan) -> Experience:
+        """What this data rank trains on; rewards are shaped and denominators counted over the whole rollout."""
+        rewards = torch.tensor([s.reward for s in samples], dtype=torch.float32)
+        groups = torch.tensor([s.group_index for s in samples])
+        shaped = advantages.shape_rewards(self.estimator.name, rewards, groups)
+        trainable = torch.tensor([sum(s.trainable) for s in samples])
+        longest = self.config.rollout.rollout_max_response_len
+        weights = torch.zeros(len(samples))
+        for step in plan.steps:
+            weights[step.samples] = losses.token_weights(
+                trainable[step.samples],
+                per_token=self.config.algorithm.calculate_per_token_loss,
+                constant_length=longest if self.estimator.constant_length else None,
+            )
+        mine = plan.samples_of(self.strategy.topology.dp_rank)
+        return experience.gather([samples[i] for i in mine], shaped[mine], weights[mine])
+
+    def infer(self, role: str, output: str, share: Experience, plan: packing.RolloutPlan) -> Tensor:
+        """One forward pass of `role` over this rank's share: [B, T]."""
+        rows = [r for step in plan.rows_of(self.strategy.topology.dp_rank) for r in step]
+        batches = experience.microbatches(share, rows)
+        with self.timed(f"{role}_forward"), self.active(role):
+            return experience.scatter(share, batches, self.strategy.forward(role, batches, output))
+
+    def advantages(self, share: Experience) -> tuple[Tensor, Tensor | None]:
+        """Advantages, whitened over all data ranks if asked for, and returns (from before whitening)."""
+        options = advantages.AdvantageOptions.from_config(self.config, kl_coef=self.kl.coef)
+        return advantages.estimate(share, options, self.strategy.reduce_over_data)
+
+    def update(
+        self, role: str, objective: Callable[..., Any], share: Experience, plan: packing.RolloutPlan
+    ) -> dict[str, float]:
+        """All optimizer steps of `role` on this rollout; metrics are means over the steps."""
+        a, reports = self.config.algorithm, []
+        entropy = role == "actor" and (a.observe_training_entropy or a.entropy_coef != 0.0)
+        with self.timed(role), self.active(role):
+            for rows in plan.rows_of(self.strategy.topology.dp_rank) * a.ppo_epochs:
+                batches = experience.microbatches(share, rows)
+                sums = self.strategy.forward_backward(role, batches, objective, entropy=entropy)
+                step = self.strategy.step(role)
+                self.count_skipped(role, step.skipped)
+                reports.append(
+                    sums | {"grad_norm": step.grad_norm, "lr": step.lr, "skipped": float(step.skipped)}
+                )
+        return mean_of(reports, prefix="critic" if role == "critic" else "train")
+
+    def policy_objective(self) -> Callable[..., Any]:
+        """The actor's loss with this run's options."""
+        reduce = self.strategy.reduce_over_context
+        options = losses.PolicyLossOptions.from_config(self.config, reduce_sequence=reduce)
+        return partial(losses.policy_objective, options=options)
+
+    def value_objective(self) -> Callable[..., Any]:
+        """The critic's loss with this run's options."""
+        return partial(losses.value_objective, options=losses.ValueLossOptions.from_config(self.config))
+
+    # ---- Lightning -----------------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Build the roles this run needs; weights come from the checkpoint that is resumed, else from their
+        sources."""
+        if "actor" in self.strategy.roles:
+            return
+        c = self.config
+        resuming = self.trainer.ckpt_path is not None
+        roles = {"actor": OptimizerOptions.from_config(c, "actor")}
+        if self.has_critic:
+            roles["critic"] = OptimizerOptions.from_config(c, "critic")
+        if self.has_reference:
+            roles["reference"] = None
+        for role, optimizer in roles.items():
+            self.strategy.setup_model(
+                role, c.model.hf_checkpoint, optimizer=optimizer, temperature=c.rollout.rollout_temperature
+            )
+            if not resuming or role == "reference":
+                self.strategy.load_weights(role, initial_weights(c, role))
+            self.strategy.deactivate(role)
+
+    def configure_optimizers(self) -> RolloutDone:
+        return RolloutDone()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["ppo"] = {
+            "weight_version": self.weight_version,
+            "skipped_in_a_row": dict(self.skipped_in_a_row),
+            "kl_coef": self.kl.coef,
+        }
+
+    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        state = checkpoint["ppo"]
+        self.weight_version = state["weight_version"]
+        self.kl = replace(self.kl, coef=state["kl_coef"])
+        self.skipped_in_a_row = dict(state["skipped_in_a_row"])
+
+    # ---- small things --------------------------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> MegatronStrategy:
+        return self.trainer.strategy
+
+    def emit(self, hook: str, *args: Any) -> None:
+        emit(self.trainer, hook, *args)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        times = self.rollout.times
+        times[stage] = times.get(stage, 0.0) + time.perf_counter() - started
+
+    @contextmanager
+    def active(self, role: str) -> Iterator[None]:
+        """Only the model at work is resident."""
+        self.strategy.activate(role)
+        yield
+        self.strategy.deactivate(role)
+
+    def count_skipped(self, role: str, skipped: bool) -> None:
+        self.skipped_in_a_row[role] = self.skipped_in_a_row[role] + 1 if skipped else 0
+        limit = self.config.debug.max_skipped_steps
+        if self.skipped_in_a_row[role] >= limit:
+            raise NonFiniteUpdateError(
+                f"{limit} optimizer steps of the {role} in a row had a loss or gradient that is NaN or inf; "
+                f"lower {'--critic-lr' if role == 'critic' else '--lr'}, check the rewards, or raise "
+                "--max-skipped-steps"
+            )
+
+    def log_rollout(self, metrics: dict[str, float], samples: list[Sample], seconds: float) -> None:
+        tokens = sum(s.response_length for s in samples)
+        metrics["perf/step_time"] = seconds
+        metrics["perf/tokens_per_second"] = tokens / seconds
+        metrics |= {f"perf/{stage}_time": t for stage, t in self.rollout.times.items()}
+        for callback in self.trainer.callbacks:
+            metrics |= getattr(callback, "metrics", None) or {}
+        self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+
+
+def initial_weights(config: PPOConfig, role: str) -> str:
+    """Where a role's first weights lie in a run that resumes nothing."""
+    from ppo_lightning.megatron.checkpoint_sources import critic_source, policy_source
+
+    if role == "critic":
+        return str(critic_source(config).path)
+    return str(policy_source(config, role))

@@ -1,0 +1,168 @@
+"""From a configuration to a run. `build` is the only place that knows every part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+
+from ppo_lightning.callbacks import (
+    CriticWarmupCallback,
+    EvalCallback,
+    MegatronCheckpoint,
+    OffloadCallback,
+    ProgressCallback,
+    RewardCallback,
+    RolloutCallback,
+    SamplesCallback,
+    WeightSyncCallback,
+)
+from ppo_lightning.checks import check_files
+from ppo_lightning.config import ConfigError, PPOConfig
+from ppo_lightning.data import PromptDataModule
+from ppo_lightning.loggers import MetricsCSV, log_to_file
+from ppo_lightning.megatron.checkpoint_sources import resume_path
+from ppo_lightning.megatron.strategy import MegatronStrategy
+from ppo_lightning.module import PPOModule
+
+log = logging.getLogger(__name__)
+
+
+def build(
+    config: PPOConfig, callbacks: Sequence[pl.Callback] = ()
+) -> tuple[pl.Trainer, PPOModule, PromptDataModule]:
+    """A plain Lightning Trainer, the module and the data of `config`. `callbacks` join the default ones; one
+    of the same kind as a default (another rollout callback, say) takes its place, rewards add up. Raises
+    ConfigError."""
+    config = prepared(config)
+    data = PromptDataModule(config)
+    if config.rollout.num_rollout is None:
+        config = config.replace(num_rollout=data.num_rollout_from_epochs(config.rollout.num_epoch))
+    trainer = pl.Trainer(
+        accelerator="cuda" if torch.cuda.is_available() else "cpu",
+        devices=config.cluster.actor_num_gpus_per_node,
+        num_nodes=config.cluster.actor_num_nodes,
+        strategy=MegatronStrategy.from_config(config),
+        max_epochs=-1,
+        max_steps=config.rollout.num_rollout,
+        callbacks=merge_callbacks(default_callbacks(config), callbacks),
+        logger=loggers(config),
+        default_root_dir=config.logging.output_dir,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+    )
+    return trainer, PPOModule(config), data
+
+
+def fit(config: PPOConfig, callbacks: Sequence[pl.Callback] = ()) -> pl.Trainer:
+    """Train, going on from the last checkpoint of `--load` if there is one. Ends with the paths of what was
+    made."""
+    trainer, module, data = build(config, callbacks)
+    config = module.config
+    checkpoint = checkpoint_to_resume(config)
+    trainer.fit(module, data, ckpt_path=str(checkpoint) if checkpoint else None)
+    if trainer.is_global_zero:
+        announce(config, trainer)
+    return trainer
+
+
+def prepared(config: PPOConfig) -> PPOConfig:
+    """Resolve, check the files, make the output directory and save the configuration there (rank 0)."""
+    cuda = torch.cuda.is_available()
+    config, notes = config.resolve(cuda=cuda, device_count=torch.cuda.device_count() if cuda else 0)
+    problems = check_files(config)
+    if problems:
+        raise ConfigError(problems)
+    directory = Path(config.logging.output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    rank = current_rank()
+    log_to_file(str(directory), rank)
+    if rank == 0:
+        for note in notes:
+            log.warning(note)
+        (directory / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    return config
+
+
+def default_callbacks(config: PPOConfig) -> list[pl.Callback]:
+    """The behaviours of a run, in the order in which they act."""
+    callbacks: list[pl.Callback] = [
+        OffloadCallback(config.cluster.offload_rollout),
+        RolloutCallback(),
+        *RewardCallback.from_config(config),
+        CriticWarmupCallback(config.critic.num_critic_only_steps),
+        WeightSyncCallback(),
+    ]
+    if config.evaluation.eval_prompt_data:
+        callbacks.append(EvalCallback.from_config(config))
+    callbacks += [SamplesCallback(config.logging.output_dir), ProgressCallback()]
+    callbacks.append(MegatronCheckpoint.from_config(config))
+    return callbacks
+
+
+def merge_callbacks(defaults: Sequence[pl.Callback], given: Sequence[pl.Callback]) -> list[pl.Callback]:
+    """Defaults without those whose kind is given, then the given ones; rewards never replace each other."""
+    replaced = [
+        d
+        for d in defaults
+        if not isinstance(d, RewardCallback) and any(isinstance(g, type(d)) for g in given)
+    ]
+    kept = [d for d in defaults if d not in replaced]
+    # a given rollout callback stands where the default stood: the engine must exist before others ask for it
+    first = [g for g in given if isinstance(g, (OffloadCallback, RolloutCallback))]
+    return [
+        *[d for d in kept if isinstance(d, (OffloadCallback, RolloutCallback))],
+        *first,
+        *[g for g in given if g not in first],
+        *[d for d in kept if not isinstance(d, (OffloadCallback, RolloutCallback))],
+    ]
+
+
+def loggers(config: PPOConfig) -> list[Logger]:
+    """CSV always; TensorBoard and Weights & Biases as asked for."""
+    directory = config.logging.output_dir
+    made: list[Logger] = [MetricsCSV(directory)]
+    if config.logging.use_tensorboard:
+        checkpoint = checkpoint_to_resume(config)
+        step = int(checkpoint.name.removeprefix("iter_")) if checkpoint else None
+        made.append(TensorBoardLogger(directory, name="tensorboard", version="", purge_step=step))
+    if config.logging.use_wandb:
+        from lightning.pytorch.loggers import WandbLogger
+
+        made.append(WandbLogger(project=config.logging.wandb_project, save_dir=directory))
+    return made
+
+
+def checkpoint_to_resume(config: PPOConfig) -> Path | None:
+    """The iteration directory that this run goes on from, if any."""
+    if config.model.finetune:
+        return None
+    return resume_path(config.model.load, config.model.ckpt_step, auto_fallback=config.model.auto_fallback)
+
+
+def current_rank() -> int:
+    """This process's rank before any process group exists."""
+    from lightning.fabric.utilities.rank_zero import _get_rank
+
+    return _get_rank() or 0
+
+
+def announce(config: PPOConfig, trainer: pl.Trainer) -> None:
+    """Write the report and say where everything lies."""
+    from ppo_lightning.report import write_report
+
+    directory = Path(config.logging.output_dir)
+    lines = [f"{trainer.global_step} of {trainer.max_steps} rollouts done"]
+    lines.append(f"  checkpoint   {resume_path(config.model.save)}")
+    lines.append(f"  metrics      {directory / 'metrics.csv'}")
+    if config.logging.use_tensorboard:
+        lines.append(f"  tensorboard  {directory / 'tensorboard'}")
+    lines.append(f"  samples      {directory / 'samples.jsonl'}")
+    if (directory / "metrics.csv").exists():
+        lines.append(f"  report       {write_report(directory)}")
+    print("\n".join(lines), flush=True)

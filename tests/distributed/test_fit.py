@@ -1,0 +1,117 @@
+"""The loop as users run it: `trainer.fit` of real models, on one rank and on several."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ppo_lightning.callbacks import PPOCallback, RewardCallback
+
+from tests.distributed.ranks import RankError, run_ranks
+from tests.fitting import fit_rank, prepare
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return prepare(tmp_path_factory.mktemp("fit"))
+
+
+def fit(world: int, options: dict[str, Any], *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+    return run_ranks(fit_rank, world, options, *args, group=False, timeout=240, **kwargs)
+
+
+class Hooks(PPOCallback):
+    """Writes down the order in which hooks are called."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def note(self, name: str) -> None:
+        with self.path.open("a") as file:
+            file.write(name + "\n")
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_") and name in PPO_HOOKS:
+            return lambda *args: self.note(name)
+        return super().__getattribute__(name)
+
+
+PPO_HOOKS = {
+    "on_rollout_start", "on_rollout_end", "on_reward", "on_experience_end", "on_advantages_end",
+    "on_critic_update_start", "on_critic_update_end", "on_actor_update_start", "on_actor_update_end",
+    "on_weights_updated",
+}  # fmt: skip
+
+
+def test_hooks_come_in_the_order_of_the_iteration(options: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "hooks.txt"
+    changed = options | {"num_rollout": 2, "num_critic_only_steps": 1, "output_dir": str(tmp_path / "out")}
+    (seen,) = fit(1, changed, [Hooks(path)])
+    before = ["on_rollout_start", "on_rollout_end", "on_reward", "on_experience_end", "on_advantages_end"]
+    critic = ["on_critic_update_start", "on_critic_update_end"]
+    actor = ["on_actor_update_start", "on_actor_update_end", "on_weights_updated"]
+    assert path.read_text().split() == [*before, *critic, *before, *critic, *actor]
+    assert "train/loss" not in seen["rows"][0]
+    assert "train/loss" in seen["rows"][1]
+
+
+def test_the_first_update_is_on_policy(options: dict[str, Any], tmp_path: Path) -> None:
+    """One optimizer step a rollout: the ratio is 1, and the reference is the actor at first."""
+    changed = options | {"global_batch_size": 8, "use_kl_loss": True, "output_dir": str(tmp_path / "out")}
+    rows = fit(1, changed)[0]["rows"]
+    for row in rows:
+        assert abs(row["train/ppo_kl"]) < 1e-6
+        assert row["train/pg_clipfrac"] == 0.0
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
+    assert abs(rows[0]["train/kl_loss"]) < 1e-6 < abs(rows[-1]["train/kl_loss"])
+    assert all(math.isfinite(v) for row in rows for v in row.values())
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp1_pp2_cp2"])
+def test_layouts_agree_with_one_rank(options: dict[str, Any], tmp_path: Path, layout: str) -> None:
+    """The same rollouts and the same numbers, on every rank, whatever the layout."""
+    sizes = {} if layout == "dp2" else {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}
+    world = 2 if layout == "dp2" else 4
+    (one,) = fit(1, options | {"output_dir": str(tmp_path / "one")})
+    ranks = fit(world, options | sizes | {"output_dir": str(tmp_path / layout)})
+    for seen in ranks:
+        assert seen["rows"] == ranks[0]["rows"]
+        assert seen["rollouts"] == ranks[0]["rollouts"]
+    assert ranks[0]["rollouts"][0] == one["rollouts"][0]
+    for name, value in one["rows"][0].items():
+        assert ranks[0]["rows"][0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(options: dict[str, Any], tmp_path: Path) -> None:
+    whole = options | {"num_rollout": 4, "save_interval": 1, "lr_warmup_iters": 3, "lr_decay_style": "cosine"}
+    (through,) = fit(1, whole | {"lr_decay_iters": 8, "output_dir": str(tmp_path / "through")})
+    parts = whole | {"lr_decay_iters": 8, "output_dir": str(tmp_path / "parts")}
+    fit(1, parts | {"num_rollout": 2})
+    (resumed,) = fit(1, parts, (), True)
+    assert resumed["step"] == 4
+    assert resumed["rollouts"] == through["rollouts"][2:]
+    assert resumed["rows"] == through["rows"][2:]
+    assert resumed["weights"] == through["weights"]
+
+
+class Unfinished(RewardCallback):
+    def score(self, sample: Any) -> float:
+        return math.nan
+
+
+class Silent(PPOCallback):
+    """Takes the default rewards away again: nobody scores."""
+
+    def on_reward(self, trainer: Any, module: Any, samples: list[Any]) -> None:
+        for sample in samples:
+            sample.reward = None
+
+
+@pytest.mark.parametrize(("callback", "message"), [(Unfinished(), "nan"), (Silent(), "RewardCallback")])
+def test_a_missing_or_broken_reward_names_itself(
+    options: dict[str, Any], tmp_path: Path, callback: PPOCallback, message: str
+) -> None:
+    with pytest.raises(RankError, match=message):
+        fit(1, options | {"output_dir": str(tmp_path / "out")}, [callback])

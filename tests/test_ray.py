@@ -1,0 +1,141 @@
+"""Ranks placed by Ray: a real cluster of two nodes on this machine, and a script run as users run theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ppo_lightning.config import PPOConfig
+from ppo_lightning.launchers.ray import RayLauncher, Spot, arrange
+
+SCRIPT = Path(__file__).with_name("ray_script.py")
+
+
+def run(launcher: str, out: Path, fault: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    out.mkdir()
+    return subprocess.run(
+        [sys.executable, SCRIPT, launcher, str(out), *([fault] if fault else [])],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=out,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )
+
+
+def results(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    made.add_node(num_cpus=1)
+    yield made
+    made.shutdown()
+
+
+def pids(out: Path) -> list[int]:
+    return [int(path.read_text()) for path in out.glob("[01].pid")]
+
+
+def wait_until_gone(numbers: list[int]) -> bool:
+    end = time.monotonic() + 30
+    while time.monotonic() < end and any(map(psutil.pid_exists, numbers)):
+        time.sleep(0.2)
+    return not any(map(psutil.pid_exists, numbers))
+
+
+@pytest.mark.slow
+def test_two_nodes_train_as_one_machine_does(cluster: Any, tmp_path: Path) -> None:
+    done = run("ray", tmp_path / "ray", RAY_ADDRESS=cluster.address)
+    assert done.returncode == 0, done.stderr
+    first, second = results(tmp_path / "ray")
+    assert first["node"] != second["node"]
+    assert [(r["LOCAL_RANK"], r["LOCAL_WORLD_SIZE"]) for r in (first, second)] == [("0", "1")] * 2
+    assert {first["GROUP_RANK"], second["GROUP_RANK"]} == {"0", "1"}
+    assert first["arguments"] == ["ray", str(tmp_path / "ray")]
+    assert first["steps"] == 4
+    local = run("local", tmp_path / "local")
+    assert local.returncode == 0, local.stderr
+    assert [r["weight"] for r in results(tmp_path / "local")] == [first["weight"]] * 2
+    assert second["weight"] == first["weight"]
+    assert wait_until_gone(pids(tmp_path / "ray"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("raise", "ZeroDivisionError: a fault on purpose"),
+        ("kill", "rank 1 on"),
+        ("exit", "status 3"),
+    ],
+)
+def test_the_first_failure_ends_the_job(cluster: Any, tmp_path: Path, fault: str, told: str) -> None:
+    out = tmp_path / fault
+    done = run("ray", out, fault, RAY_ADDRESS=cluster.address)
+    assert done.returncode == 1
+    last = done.stderr[-2000:]
+    assert told in last
+    assert "rank 1 on" in last
+    assert not results(out)
+    assert len(pids(out)) == 2
+    assert wait_until_gone(pids(out))
+
+
+@pytest.mark.slow
+def test_a_job_too_large_for_the_cluster_is_refused(cluster: Any) -> None:
+    code = (
+        "from ppo_lightning.launchers.ray import RayLauncher\n"
+        "RayLauncher(3).launch(print)\n"
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"RAY_ADDRESS": cluster.address},
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "the job needs 3 CPUs" in done.stderr
+    assert "has 2" in done.stderr
+
+
+def test_ranks_of_a_node_stand_in_a_row() -> None:
+    spots = [Spot("b", "10.0.0.2", 7, (3,)), Spot("a", "10.0.0.1", 8, (1,)), Spot("b", "10.0.0.2", 9, (0,))]
+    order, environments = arrange(spots)
+    assert order == [2, 0, 1]  # node b first, as it came first; by GPU within it
+    assert [e["RANK"] for e in environments] == ["0", "1", "2"]
+    assert [e["LOCAL_RANK"] for e in environments] == ["0", "1", "0"]
+    assert [e["GROUP_RANK"] for e in environments] == ["0", "0", "1"]
+    assert {e["MASTER_ADDR"] + ":" + e["MASTER_PORT"] for e in environments} == {"10.0.0.2:9"}
+    assert [e["CUDA_VISIBLE_DEVICES"] for e in environments] == ["0,3", "0,3", "1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({"rollout_engine": "hf"}, []),
+        ({"rollout_engine": "sglang"}, [1]),
+        ({"rollout_engine": "sglang", "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}, [2, 2]),
+        ({"rollout_engine": "sglang", "rollout_num_gpus": 4, "colocate": True}, []),
+        ({"rollout_engine": "sglang", "rollout_external_urls": ("http://h:1",)}, []),
+    ],
+)
+def test_engines_apart_from_training_get_bundles(changes: dict[str, Any], sizes: list[int]) -> None:
+    config = PPOConfig.of(actor_num_gpus_per_node=2, actor_num_nodes=2, **changes)
+    launcher = RayLauncher.from_config(config)
+    assert launcher.ranks == 4
+    assert [service.gpus for service in launcher.services] == sizes
