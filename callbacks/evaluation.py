@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from ppo_lightning.config import PPOConfig
+    from ppo_lightning.data import PromptDataModule
     from ppo_lightning.module import PPOModule
 
 SOLVED_AT = 1.0  # least reward of a response that counts as right in pass@k
@@ -167,31 +168,37 @@ class EvalCallback(PPOCallback):
         )
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: PPOModule, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # not in on_train_start: whatever the order of the callbacks, the engine has its weights by now
         if trainer.global_step == 0 and self.before_training:
-            self.run(trainer, pl_module)
+            self.run(trainer, cast("PPOModule", pl_module))
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: PPOModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._trained = True
         due = self.interval is not None and trainer.global_step % self.interval == 0
         if due or trainer.global_step == trainer.max_steps:  # now: a checkpoint may be judged by the result
-            self.run(trainer, pl_module)
+            self.run(trainer, cast("PPOModule", pl_module))
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: PPOModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._trained:  # another callback may have stopped the run early
-            self.run(trainer, pl_module)
+            self.run(trainer, cast("PPOModule", pl_module))
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """`trainer.validate`: evaluation alone."""
+        self.evaluated_at = None
+        self.run(trainer, cast("PPOModule", pl_module))
 
     def run(self, trainer: pl.Trainer, module: PPOModule) -> dict[str, float]:
         """Evaluate now, once for each number of rollouts done."""
         if self.evaluated_at == trainer.global_step:
             return {}
         self.evaluated_at = trainer.global_step
+        data: PromptDataModule = trainer.datamodule  # type: ignore[attr-defined] # set by Lightning's `fit`
         results = evaluate(
-            trainer.datamodule.eval_prompts(),
+            data.eval_prompts(),
             require(module.engine, "module.engine", "RolloutCallback"),
             module.score,
             self.params,

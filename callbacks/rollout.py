@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ppo_lightning.engines import Engine, SamplingParams, build_engine, sample_seed
 from ppo_lightning.hooks import PPOCallback
@@ -38,21 +38,21 @@ class RolloutCallback(PPOCallback):
         self.generate = generate
         self._own = engine is None
 
-    def setup(self, trainer: pl.Trainer, pl_module: PPOModule, stage: str) -> None:
-        config = pl_module.config
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        module = cast("PPOModule", pl_module)
+        config = module.config
         if self.engine is None:
-            strategy = trainer.strategy
             self.engine = build_engine(
                 config,
-                device=strategy.root_device,
+                device=module.strategy.root_device,
                 rank=trainer.global_rank,
                 world=trainer.world_size,
-                share=pl_module.strategy.gather_objects,
+                share=module.strategy.gather_objects,
             )
         path = config.rollout.custom_generate_function_path
         if self.generate is None and path is not None:
             self.generate = custom.load(path, flag="--custom-generate-function-path")
-        pl_module.engine = self.engine
+        module.engine = self.engine
 
     def on_rollout_start(self, trainer: pl.Trainer, module: PPOModule, prompts: list[Prompt]) -> None:
         rollout = require(module.rollout, "module.rollout", "PPOModule")
@@ -75,10 +75,12 @@ class RolloutCallback(PPOCallback):
         for sample in samples:
             check(sample)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: PPOModule, stage: str) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.close()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: PPOModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         self.close()
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ppo_lightning.hooks import PPOCallback
 from ppo_lightning.samples import require
@@ -21,8 +21,11 @@ class WeightSyncCallback(PPOCallback):
     def __init__(self) -> None:
         self._current = False
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: PPOModule) -> None:
-        self.send(pl_module, pl_module.weight_version)
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.send(cast("PPOModule", pl_module))
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.send(cast("PPOModule", pl_module))
 
     def on_rollout_end(self, trainer: pl.Trainer, module: PPOModule, samples: list[Sample]) -> None:
         self._current = not module.config.cluster.offload_rollout
@@ -31,14 +34,16 @@ class WeightSyncCallback(PPOCallback):
         self.send(module, version)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: PPOModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not self._current:  # a step of the critic alone
-            self.send(pl_module, pl_module.weight_version)
+            self.send(cast("PPOModule", pl_module))
 
-    def send(self, module: PPOModule, version: int) -> None:
+    def send(self, module: PPOModule, version: int | None = None) -> None:
         """Collective: every rank takes part, each fills its own engine."""
         engine = require(module.engine, "module.engine", "RolloutCallback")
         engine.wake()
-        engine.update_weights(module.strategy.weights("actor"), version)
+        engine.update_weights(
+            module.strategy.weights("actor"), module.weight_version if version is None else version
+        )
         self._current = True

@@ -17,9 +17,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def holds_checkpoint(directory: str | Path) -> bool:
-    """Whether a `torch_dist` checkpoint root is there: a tracker file or an iteration."""
+    """Whether a `torch_dist` checkpoint root is there: a tracker file, an iteration, or a conversion."""
     path = Path(directory)
-    return (path / TRACKER).is_file() or any(p.is_dir() for p in path.glob("iter_*"))
+    return (path / TRACKER).is_file() or any(p.is_dir() for p in (path / "release", *path.glob("iter_*")))
 
 
 def holds_weights(directory: str | Path) -> bool:
@@ -57,6 +57,29 @@ def file_problems(config: PPOConfig, command: str = "fit") -> Iterator[tuple[str
                 name,
                 f"--{name.replace('_', '-')} {place} cannot be written: {problem}; choose another place",
             )
+
+
+def checkpoint_problems(config: PPOConfig) -> Iterator[tuple[str, str]]:
+    """(option, message) where a checkpoint to start from is not there."""
+    load, save = config.critic.critic_load, config.critic.critic_save
+    if config.ppo and load is not None and not holds_checkpoint(load) and not _same(load, save):
+        yield (
+            "critic_load",
+            f"--critic-load {load} holds no checkpoint (no latest_checkpointed_iteration.txt, no iter_*"
+            " directory); name a directory that does, or drop the flag to start the critic from the"
+            " policy's weights",
+        )
+    ref = config.model.ref_load
+    if config.kl and ref is not None and not holds_checkpoint(ref) and not holds_weights(ref):
+        yield (
+            "ref_load",
+            f"--ref-load {ref} holds no checkpoint (torch_dist or Hugging Face); name a directory that"
+            " does, or drop the flag to take --hf-checkpoint as the reference",
+        )
+
+
+def _same(one: str, other: str | None) -> bool:
+    return other is not None and Path(one).resolve() == Path(other).resolve()
 
 
 def _model(config: PPOConfig) -> Iterator[tuple[str, str]]:

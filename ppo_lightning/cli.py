@@ -1,7 +1,8 @@
 """`ppo-lightning fit|prepare|convert|evaluate|report`: parse, check, then import what is heavy and run it.
 
 Exit codes: 0 done, 2 usage or configuration, 1 failure while running, 130 interrupted, 143 terminated. A
-failure is one line; its traceback goes to <output-dir>/log.txt, and to the screen with --debug-traceback.
+failure is one line; its traceback goes to <output-dir>/log.txt, or to the screen with --debug-traceback or
+PPO_LIGHTNING_TRACEBACK=1.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _parse(command: str, argv: Sequence[str], guard: Guard, description: str) ->
         recipe=lambda name: load_recipe(name).config(),
     )
     guard.output_dir = output_dir(arguments.config)
-    guard.debug_traceback = arguments.debug_traceback
+    guard.debug_traceback |= arguments.debug_traceback
     return arguments
 
 
@@ -227,14 +228,16 @@ def _convert(argv: Sequence[str], guard: Guard) -> None:
     if strange:
         raise ConfigError([unknown(flag, known, "flag") for flag in strange])
     given = vars(parser.parse_args(argv))
-    guard.debug_traceback = given.pop("debug_traceback")
+    guard.debug_traceback |= given.pop("debug_traceback")
     source = Path(given["source"])
     problems = []
     if not source.is_dir():
         problems.append(f"--source {source} is no directory")
     if given["source_format"] == given["target_format"]:
         problems.append(f"--from and --to are both {given['target_format']}; give one hf and one torch_dist")
-    if given["source_format"] == "torch_dist" and given["hf_checkpoint"] is None:
+    if given["source_format"] == "torch_dist" and not (
+        given["hf_checkpoint"] or (source / "config.json").is_file()
+    ):
         problems.append(
             "--from torch_dist needs --hf-checkpoint: a directory with config.json and the tokenizer"
         )

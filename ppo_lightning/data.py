@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from jinja2 import TemplateError
+from lightning.pytorch.trainer.states import TrainerFn
 
 from ppo_lightning import rewards
 from ppo_lightning.config import ConfigError
@@ -61,6 +62,11 @@ class PromptDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> PromptLoader:
         return PromptLoader(self)
+
+    def val_dataloader(self) -> list[Any]:
+        """One empty batch for `trainer.validate`, which the evaluation callback answers; none while fitting,
+        where that callback comes by itself."""
+        return [] if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING else [None]
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Prompts hold no tensors; Lightning would copy them field by field."""
@@ -205,13 +211,14 @@ class PromptDataModule(pl.LightningDataModule):
             )
         options = json.loads(data.apply_chat_template_kwargs or "{}")
         try:
-            return tokenizer.apply_chat_template(
+            text = tokenizer.apply_chat_template(
                 prompt.prompt, tokenize=False, add_generation_prompt=True, **options
             )
         except TemplateError as error:
             raise DataError(
                 f"the chat template refuses row {prompt.index} of the prompts: {error}"
             ) from error
+        return str(text)
 
 
 class PromptLoader:
@@ -230,6 +237,12 @@ class PromptLoader:
         self.data.rewind()
         for _ in range(len(self)):
             yield self.data.take(self.data._batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the datamodule keeps the position. Its presence tells Lightning that a resume is safe."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 def _reward_with_label(config: PPOConfig) -> str | None:

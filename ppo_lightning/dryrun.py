@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ppo_lightning.architecture import ModelShape, layout_problems
-from ppo_lightning.checks import file_problems
+from ppo_lightning.checks import checkpoint_problems, file_problems
 from ppo_lightning.config import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ppo_lightning.config import PPOConfig
 
-GIB = 1024**3
+MIB, GIB = 1024**2, 1024**3
 MOST_RANKS_SHOWN = 32
 
 
@@ -33,7 +33,7 @@ def dry_run(
     `hf_checkpoint` is not there. Raises ConfigError."""
     notes: list[str] = []
     problems: list[str] = []
-    for option, message in file_problems(config, command):
+    for option, message in (*file_problems(config, command), *checkpoint_problems(config)):
         own = config.flat()[option] == recipe.flat()[option] and recipe.flat()[option] is not None
         (notes if own else problems).append(message)
     if problems:
@@ -140,7 +140,7 @@ def _table(title: str, *columns: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, min_width=80)
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left")
     return table
@@ -239,7 +239,7 @@ def _stages(config: PPOConfig) -> list[int]:
 def _memory_table(config: PPOConfig, shape: ModelShape) -> Table:
     stages = _stages(config)
     how = "sharded over DP x CP" if config.model.use_distributed_optimizer else "whole on every data rank"
-    title = f"Memory a rank in GiB, without activations; optimizer state {how}"
+    title = f"Memory a rank, without activations; optimizer state {how}"
     table = _table(title, "", *(f"stage {s}" for s in stages))
     totals = {s: [memory(config, shape, s, role).total for role in roles(config)] for s in stages}
     for role in roles(config):
@@ -251,15 +251,15 @@ def _memory_table(config: PPOConfig, shape: ModelShape) -> Table:
                 name = part.replace("main_weights", "fp32 main weights").replace(
                     "optimizer", "optimizer state"
                 )
-                table.add_row(f"{role} {name}", *(_gib(size) for size in sizes))
-    table.add_row("all resident", *(_gib(sum(totals[s])) for s in stages))
+                table.add_row(f"{role} {name}", *(_bytes(size) for size in sizes))
+    table.add_row("all resident", *(_bytes(sum(totals[s])) for s in stages))
     if config.cluster.offload_train:
-        table.add_row("with offload, the largest", *(_gib(max(totals[s])) for s in stages))
+        table.add_row("with offload, the largest", *(_bytes(max(totals[s])) for s in stages))
     return table
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:.3f}"
+def _bytes(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / MIB:.2f} MiB"
 
 
 def _engine_lines(config: PPOConfig, shape: ModelShape) -> Iterator[str]:
@@ -267,7 +267,7 @@ def _engine_lines(config: PPOConfig, shape: ModelShape) -> Iterator[str]:
     size = shape.parameters() * (2 if config.model.bf16 else 4)
     if r.rollout_engine == "hf":
         yield (
-            f"Engine: transformers in each of the {config.world_size} ranks, {_gib(size)} GiB of weights each"
+            f"Engine: transformers in each of the {config.world_size} ranks, {_bytes(size)} of weights each"
         )
         return
     per = c.rollout_num_gpus_per_engine
@@ -276,6 +276,6 @@ def _engine_lines(config: PPOConfig, shape: ModelShape) -> Iterator[str]:
         where = "already running at " + ", ".join(r.rollout_external_urls)
     count = c.rollout_num_gpus // per
     yield (
-        f"Engines: {count} SGLang of {per} GPU{'s' if per > 1 else ''} {where}, {_gib(size // per)} GiB of"
+        f"Engines: {count} SGLang of {per} GPU{'s' if per > 1 else ''} {where}, {_bytes(size // per)} GiB of"
         " weights a GPU"
     )

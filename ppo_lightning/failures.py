@@ -25,7 +25,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.output_dir: Path | None = None
-        self.debug_traceback = False
+        self.debug_traceback = bool(os.environ.get("PPO_LIGHTNING_TRACEBACK"))
         self.code = DONE
         self._signal: int | None = None
 

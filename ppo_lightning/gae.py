@@ -11,7 +11,7 @@ scan S_t = x_t + c S_{t+1} multiplies chunks with a triangle of powers of c, the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK = 32
-BLOCK = 2**18  # elements of a block on the CPU: its few buffers stay in a core's cache
+BLOCK = 2**19  # elements of a block on the CPU: its few buffers stay in a core's cache
 
-Layout: TypeAlias = "tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], None]]"
+# Of some rows: `close` brings the trainable tokens of [B, T] to the left, zeros behind: [R, W]; `reopen`
+# writes such rows back into [B, T].
+Views: TypeAlias = "tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], None]]"
+Layout: TypeAlias = "Callable[[Tensor, Tensor, Tensor, int], Views]"
 
 
 def gae(
@@ -60,6 +63,7 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     return (1.0 - 1.0 / (alpha * lengths.clamp(min=1).double())).clamp(min=0.0)
 
 
+@torch.no_grad()
 def _lambda_returns(
     mask: Tensor,
     values: Tensor,
@@ -71,64 +75,79 @@ def _lambda_returns(
 ) -> tuple[Tensor, Tensor]:
     """G - V and G, both [B, T], a block of rows at a time."""
     mask = mask.bool()
-    batch, longest = mask.shape
     exact = values.dtype == torch.float64
-    returns = torch.zeros(batch, longest, dtype=torch.float64 if exact else torch.float32, device=mask.device)
+    returns = torch.zeros(mask.shape, dtype=torch.float64 if exact else torch.float32, device=mask.device)
     advantages = torch.zeros_like(returns)
-    height = max(batch if mask.is_cuda else BLOCK // max(longest, 1), 1)
-    for first in range(0, batch, height):
-        rows = slice(first, first + height)
-        lengths = mask[rows].view(torch.int8).sum(1, dtype=torch.int32).long()
-        width = int(lengths.max()) if longest else 0
-        if width == 0:
-            continue
-        close, reopen = _layout(mask[rows], lengths, width)
+    lengths = mask.view(torch.int8).sum(1, dtype=torch.int32).long()
+    for rows, width, layout in _blocks(mask, lengths):
+        close, reopen = layout(mask, rows, lengths[rows], width)
         # TF32 on a GPU, where a user allows it, has 10 bits: multiply in float64 there.
-        v = close(values[rows]).to(torch.float64 if exact or mask.is_cuda else torch.float32)
-        x = v.new_zeros(len(lengths), width + -width % CHUNK)
+        v = close(values).to(torch.float64 if exact or mask.is_cuda else torch.float32)
+        x = v.new_zeros(len(rows), width + -width % CHUNK)
         keep = lambd[rows, None].double() if isinstance(lambd, torch.Tensor) else lambd
-        torch.mul(
-            v[:, 1:],
-            torch.as_tensor(gamma * (1 - keep), dtype=x.dtype, device=x.device),
-            out=x[:, : width - 1],
-        )
+        bootstrap = torch.as_tensor(gamma * (1 - keep), dtype=x.dtype, device=x.device)
+        torch.mul(v[:, 1:], bootstrap, out=x[:, : width - 1])
         if rewards is not None:
-            x[:, :width] += close(rewards[rows])
+            x[:, :width] += close(rewards)
         if terminal is not None:
-            last = (lengths - 1).clamp(min=0)[:, None]
-            x.scatter_add_(1, last, torch.where(lengths > 0, terminal[rows], 0.0).to(x)[:, None])
+            last = (lengths[rows] - 1).clamp(min=0)
+            x[torch.arange(len(rows), device=x.device), last] += torch.where(
+                lengths[rows] > 0, terminal[rows].to(x.dtype), 0.0
+            )
         g = _scan(x, gamma * keep)[:, :width]
-        reopen(g, returns[rows])
-        reopen(g - v, advantages[rows])
+        reopen(g, returns)
+        reopen(g - v, advantages)
     return advantages, returns
 
 
-def _layout(mask: Tensor, lengths: Tensor, width: int) -> Layout:
-    """Two functions: one brings the trainable tokens of [R, T] rows to their left ends, zeros behind, [R,
-    W]; the other writes such rows back into [R, T]."""
-    rows, longest = mask.shape
-    # Nowhere a 0 before a 1: the tokens are at the left ends already.
-    if longest == 1 or int(mask.view(torch.int8).diff(dim=1).max()) <= 0:
-        front = mask[:, :width]
+def _blocks(mask: Tensor, lengths: Tensor) -> Iterator[tuple[Tensor, int, Layout]]:
+    """Numbers of rows of like length, the greatest of their lengths, and how their tokens lie. Empty rows are
+    left out, or ride along."""
+    rises = mask.view(torch.int8).diff(dim=1)
+    has_gaps = rises.amax(1) > 0 if rises.numel() else torch.zeros_like(lengths, dtype=torch.bool)
+    for gaps, layout in ((False, _prefix), (True, _scattered)):
+        chosen = (has_gaps == gaps).nonzero().squeeze(1)
+        sizes, order = lengths[chosen].sort(descending=True, stable=True)
+        chosen, widths = chosen[order], sizes.tolist()
+        first = 0
+        while first < len(widths) and widths[first] > 0:
+            height = len(widths) if mask.is_cuda else max(BLOCK // widths[first], 1)
+            yield chosen[first : first + height], widths[first], layout
+            first += height
 
-        def write(x: Tensor, out: Tensor) -> None:
-            out[:, :width] = x
 
-        return lambda x: torch.where(front, x[:, :width], 0.0), write
+def _prefix(mask: Tensor, rows: Tensor, lengths: Tensor, width: int) -> Views:
+    """For rows whose trainable tokens are their first ones."""
+    shortest = int(lengths.min())
+    tail = torch.arange(shortest, width, device=mask.device) < lengths[:, None]
 
-    # Indices cost more than all the arithmetic: only where masked tokens lie between trainable ones.
-    source = _indices(mask)
-    first = torch.arange(rows, device=mask.device) * width - lengths.cumsum(0) + lengths
+    def close(x: Tensor) -> Tensor:
+        out = x[:, :width].index_select(0, rows)
+        out[:, shortest:] = torch.where(tail, out[:, shortest:], 0.0)
+        return out
+
+    def reopen(x: Tensor, out: Tensor) -> None:
+        out[:, :width].index_copy_(0, rows, x.to(out.dtype))
+
+    return close, reopen
+
+
+def _scattered(mask: Tensor, rows: Tensor, lengths: Tensor, width: int) -> Views:
+    """For rows with masked tokens before trainable ones."""
+    height, longest = len(rows), mask.shape[1]
+    source = _indices(mask.index_select(0, rows))
+    first = torch.arange(height, device=mask.device) * width - lengths.cumsum(0) + lengths
     target = torch.arange(len(source), device=mask.device)
     target += torch.repeat_interleave(first, lengths, output_size=len(source))
 
     def close(x: Tensor) -> Tensor:
-        packed = x.reshape(-1).index_select(0, source)
-        return packed.new_zeros(rows * width).scatter_(0, target, packed).view(rows, width)
+        packed = x.index_select(0, rows).view(-1).index_select(0, source)
+        return packed.new_zeros(height * width).scatter_(0, target, packed).view(height, width)
 
     def reopen(x: Tensor, out: Tensor) -> None:
         packed = x.reshape(-1).index_select(0, target).to(out.dtype)
-        out.view(-1).scatter_(0, source, packed)
+        spread = packed.new_zeros(height * longest).scatter_(0, source, packed)
+        out.index_copy_(0, rows, spread.view(height, longest))
 
     return close, reopen
 
@@ -137,7 +156,7 @@ def _indices(mask: Tensor) -> Tensor:
     """Flat positions of ones. NumPy finds them six times as fast as torch on a CPU."""
     if mask.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
-    return mask.reshape(-1).nonzero().squeeze(1)
+    return mask.view(-1).nonzero().squeeze(1)
 
 
 def _scan(x: Tensor, decay: float | Tensor) -> Tensor:

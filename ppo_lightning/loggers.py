@@ -5,11 +5,22 @@ from __future__ import annotations
 import csv
 import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
+
+NOISE = (r".*treespec.*is deprecated.*", r".*does not have many workers.*")
+ANNOUNCEMENTS = (
+    "GPU available",
+    "TPU available",
+    "\N{ELECTRIC LIGHT BULB} Tip",
+    "Initializing distributed",
+    "-----",
+    "distributed_backend",
+)
 
 
 class MetricsCSV(Logger):
@@ -38,9 +49,18 @@ class MetricsCSV(Logger):
         """Merge `metrics` into the row of `step` and replace the file at once."""
         step = 0 if step is None else step
         if self.rows is None:
-            self.rows = {k: row for k, row in self._read().items() if k < step}
+            self.rows = self._kept(step)
         self.rows.setdefault(step, {}).update({k: repr(float(v)) for k, v in metrics.items() if k != "epoch"})
         self._write(self.rows)
+
+    def _kept(self, step: int) -> dict[int, dict[str, str]]:
+        """What a run that logs `step` first does not do again: the rows before it, and the evaluation that
+        stood at the checkpoint. A run from the beginning keeps nothing."""
+        if step == 0:
+            return {}
+        rows = {k: row for k, row in self._read().items() if k <= step}
+        rows[step] = {k: v for k, v in rows.get(step, {}).items() if k.startswith("eval/")}
+        return rows
 
     def _read(self) -> dict[int, dict[str, str]]:
         if not self.path.exists():
@@ -78,3 +98,17 @@ def log_to_file(output_dir: str, rank: int) -> None:
             handler = logging.FileHandler(target, encoding="utf-8")
             handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
             logger.addHandler(handler)
+
+
+def quiet() -> None:
+    """Silence what Lightning says at every start and no user can act on."""
+    for pattern in NOISE:
+        warnings.filterwarnings("ignore", message=pattern)
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed"):
+        logger = logging.getLogger(name)
+        if _is_news not in logger.filters:
+            logger.addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(ANNOUNCEMENTS)

@@ -140,8 +140,11 @@ def policy_objective(
     metrics (sums of the same kind). Without old log-probs the new ones stand in: the ratio is exactly 1."""
     live = _live(fields)
     new, fields = _filled(outputs.logprobs, "logprobs")[live], fields.take(live)
-    trainer = new.detach() if fields.old_logprobs is None else fields.old_logprobs
     rollout = fields.rollout_logprobs
+    if options.use_rollout_logprobs or fields.old_logprobs is None:
+        trainer = new.detach()
+    else:
+        trainer = fields.old_logprobs
     old = _filled(rollout, "rollout_logprobs") if options.use_rollout_logprobs else trainer
 
     def total(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from ppo_lightning import advantages, experience, losses, packing
 from ppo_lightning.hooks import emit
@@ -148,7 +149,7 @@ class PPOModule(pl.LightningModule):
         )
 
     def share(self, samples: list[Sample], plan: packing.RolloutPlan) -> Experience:
-        """What this data rank trains on; rewards are shaped and denominators counted over the whole rollout."""
+        """This data rank's part; rewards are shaped and denominators counted over the whole rollout."""
         rewards = torch.tensor([s.reward for s in samples], dtype=torch.float32)
         groups = torch.tensor([s.group_index for s in samples])
         shaped = advantages.shape_rewards(self.estimator.name, rewards, groups)
@@ -211,12 +212,13 @@ class PPOModule(pl.LightningModule):
         if "actor" in self.strategy.roles:
             return
         c = self.config
-        resuming = self.trainer.ckpt_path is not None
-        roles = {"actor": OptimizerOptions.from_config(c, "actor")}
-        if self.has_critic:
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        roles = {"actor": OptimizerOptions.from_config(c, "actor") if fitting else None}
+        if self.has_critic and fitting:
             roles["critic"] = OptimizerOptions.from_config(c, "critic")
-        if self.has_reference:
+        if self.has_reference and fitting:
             roles["reference"] = None
+        resuming = self.trainer.ckpt_path is not None
         for role, optimizer in roles.items():
             self.strategy.setup_model(
                 role, c.model.hf_checkpoint, optimizer=optimizer, temperature=c.rollout.rollout_temperature
@@ -224,6 +226,9 @@ class PPOModule(pl.LightningModule):
             if not resuming or role == "reference":
                 self.strategy.load_weights(role, initial_weights(c, role))
             self.strategy.deactivate(role)
+
+    def validation_step(self, batch: None, batch_idx: int) -> None:
+        """Nothing: `trainer.validate` gives the evaluation callback its occasion."""
 
     def configure_optimizers(self) -> RolloutDone:
         return RolloutDone()

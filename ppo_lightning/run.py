@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -24,7 +26,7 @@ from ppo_lightning.callbacks import (
 from ppo_lightning.checks import check_files
 from ppo_lightning.config import ConfigError, PPOConfig
 from ppo_lightning.data import PromptDataModule
-from ppo_lightning.loggers import MetricsCSV, log_to_file
+from ppo_lightning.loggers import MetricsCSV, log_to_file, quiet
 from ppo_lightning.megatron.checkpoint_sources import resume_path
 from ppo_lightning.megatron.strategy import MegatronStrategy
 from ppo_lightning.module import PPOModule
@@ -43,18 +45,12 @@ def build(
     if config.rollout.num_rollout is None:
         config = config.replace(num_rollout=data.num_rollout_from_epochs(config.rollout.num_epoch))
     trainer = pl.Trainer(
-        accelerator="cuda" if torch.cuda.is_available() else "cpu",
-        devices=config.cluster.actor_num_gpus_per_node,
-        num_nodes=config.cluster.actor_num_nodes,
-        strategy=MegatronStrategy.from_config(config),
+        **trainer_options(config),
         max_epochs=-1,
         max_steps=config.rollout.num_rollout,
         callbacks=merge_callbacks(default_callbacks(config), callbacks),
         logger=loggers(config),
-        default_root_dir=config.logging.output_dir,
         log_every_n_steps=1,
-        num_sanity_val_steps=0,
-        enable_model_summary=False,
     )
     return trainer, PPOModule(config), data
 
@@ -71,11 +67,48 @@ def fit(config: PPOConfig, callbacks: Sequence[pl.Callback] = ()) -> pl.Trainer:
     return trainer
 
 
-def prepared(config: PPOConfig) -> PPOConfig:
+def evaluate(config: PPOConfig, callbacks: Sequence[pl.Callback] = ()) -> dict[str, float]:
+    """Score the model of `--load`, or of `--hf-checkpoint`, on `--eval-prompt-data`; print and return
+    `eval/NAME/...`, and write them to `<output-dir>/evaluation.json`."""
+    config = prepared(config, command="evaluate")
+    own = [RolloutCallback(), *RewardCallback.from_config(config), WeightSyncCallback()]
+    trainer = pl.Trainer(
+        **trainer_options(config),
+        callbacks=merge_callbacks([*own, EvalCallback.from_config(config)], callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.validate(PPOModule(config), datamodule=PromptDataModule(config), verbose=False)
+    results = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("eval/")}
+    if trainer.is_global_zero:
+        path = Path(config.logging.output_dir) / "evaluation.json"
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        print("\n".join([*(f"{name}  {value:.4f}" for name, value in results.items()), str(path)]))
+    return results
+
+
+def trainer_options(config: PPOConfig) -> dict[str, Any]:
+    """What every Trainer of a configuration is told."""
+    return {
+        "accelerator": "cuda" if torch.cuda.is_available() else "cpu",
+        "devices": config.cluster.actor_num_gpus_per_node,
+        "num_nodes": config.cluster.actor_num_nodes,
+        "strategy": MegatronStrategy.from_config(config),
+        "default_root_dir": config.logging.output_dir,
+        "num_sanity_val_steps": 0,
+        "enable_model_summary": False,
+    }
+
+
+def prepared(config: PPOConfig, command: str = "fit") -> PPOConfig:
     """Resolve, check the files, make the output directory and save the configuration there (rank 0)."""
+    quiet()
     cuda = torch.cuda.is_available()
-    config, notes = config.resolve(cuda=cuda, device_count=torch.cuda.device_count() if cuda else 0)
-    problems = check_files(config)
+    config, notes = config.resolve(
+        cuda=cuda, device_count=torch.cuda.device_count() if cuda else 0, command=command
+    )
+    problems = check_files(config, command)
     if problems:
         raise ConfigError(problems)
     directory = Path(config.logging.output_dir)
@@ -85,7 +118,8 @@ def prepared(config: PPOConfig) -> PPOConfig:
     if rank == 0:
         for note in notes:
             log.warning(note)
-        (directory / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        if command == "fit":
+            (directory / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     return config
 
 

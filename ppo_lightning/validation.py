@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_lightning import rules
-from ppo_lightning.checks import check_files, holds_checkpoint, holds_weights
+from ppo_lightning.checks import check_files, checkpoint_problems
 from ppo_lightning.config import ConfigError, Option, options
 from ppo_lightning.derive import derived
 from ppo_lightning.options import CriticOptions
@@ -36,7 +35,7 @@ def resolve(
     if not bad:  # arithmetic with defaults in place of bad values would report nonsense
         problems += [*_world(full), *(_batch(given) if training else ())]
     if files:
-        problems += _checkpoints(full)
+        problems += [message for _, message in checkpoint_problems(full)]
     if problems:
         raise ConfigError(problems)
     return full, warnings + list(_warnings(full))
@@ -119,26 +118,6 @@ def _around(value: int, fits: Callable[[int], bool], most: int) -> list[int]:
 
 def _either(*values: int) -> str:
     return " or ".join(str(v) for v in values if v > 0)
-
-
-def _checkpoints(config: PPOConfig) -> Iterator[str]:
-    load, save = config.critic.critic_load, config.critic.critic_save
-    if config.ppo and load is not None and not holds_checkpoint(load) and not _same(load, save):
-        yield (
-            f"--critic-load {load} holds no checkpoint (no latest_checkpointed_iteration.txt, no iter_*"
-            " directory); name a directory that does, or drop the flag to start the critic from the"
-            " policy's weights"
-        )
-    ref = config.model.ref_load
-    if config.kl and ref is not None and not holds_checkpoint(ref) and not holds_weights(ref):
-        yield (
-            f"--ref-load {ref} holds no checkpoint (torch_dist or Hugging Face); name a directory that"
-            " does, or drop the flag to take --hf-checkpoint as the reference"
-        )
-
-
-def _same(one: str, other: str | None) -> bool:
-    return other is not None and Path(one).resolve() == Path(other).resolve()
 
 
 def _warnings(config: PPOConfig) -> Iterator[str]:

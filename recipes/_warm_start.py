@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,25 +66,18 @@ def build_tokenizer(pool: Sequence[Problem]) -> PreTrainedTokenizerFast:
     return fast
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A fresh Qwen3 of 0.46 million parameters, from torch's global generator."""
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            head_dim=32,
-            max_position_embeddings=256,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None,
-        )
+def build_model(tokenizer: PreTrainedTokenizerFast, architecture: Mapping[str, Any]) -> Qwen3ForCausalLM:
+    """A fresh Qwen3, from torch's global generator."""
+    config = Qwen3Config(
+        **architecture,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
     )
+    if len(tokenizer) != config.vocab_size:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}")
+    return Qwen3ForCausalLM(config)
 
 
 def warm_start(

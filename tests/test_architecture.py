@@ -16,7 +16,7 @@ ZONES = {
 }
 # first match wins; a module may import from its own floor only inside its own folder, and from any floor below
 FLOORS = [
-    ("ppo_lightning.recipes", 6),
+    ("ppo_lightning.recipes", 7),
     ("ppo_lightning.cli", 6),
     ("ppo_lightning.__main__", 6),
     ("ppo_lightning.run", 5),
@@ -27,6 +27,7 @@ FLOORS = [
     ("ppo_lightning.module", 3),
     ("ppo_lightning.megatron", 2),
     ("ppo_lightning.engines", 1),
+    ("ppo_lightning.rewards", -1),
     ("ppo_lightning", 0),
 ]
 HOMES = {
@@ -52,8 +53,12 @@ SOURCES = sources()
 
 def floor(module: str) -> int:
     if module == "ppo_lightning":
-        return 6  # the lazy front door
+        return 8  # the lazy front door
     return next(f for prefix, f in FLOORS if module == prefix or module.startswith(prefix + "."))
+
+
+def folder(module: str) -> Path:
+    return SOURCES[module].parent
 
 
 def imports(tree: ast.AST) -> list[tuple[str, bool]]:
@@ -84,8 +89,9 @@ def test_imports_go_down(module: str) -> None:
         if not name.startswith("ppo_lightning") or name == "ppo_lightning":
             continue
         theirs = floor(name)
-        same_folder = name.rpartition(".")[0] == module.rpartition(".")[0]
-        assert theirs < mine or (theirs == mine and same_folder), f"{module} imports {name}"
+        assert theirs < mine or (theirs == mine and folder(name) == folder(module)), (
+            f"{module} imports {name}"
+        )
 
 
 @pytest.mark.parametrize("module", SOURCES)
@@ -110,6 +116,8 @@ def test_files_and_functions_stay_short(module: str) -> None:
     assert len(text.splitlines()) <= MAX_FILE, module
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if module.startswith("ppo_lightning.recipes.") and node.name == "config":
+                continue  # a list of options, one a line
             limit = LONGER_FUNCTIONS.get(f"{module}:{node.name}", MAX_FUNCTION)
             lines = node.end_lineno - node.lineno + 1
             assert lines <= limit, f"{module}:{node.name} has {lines} lines"
@@ -117,12 +125,15 @@ def test_files_and_functions_stay_short(module: str) -> None:
 
 @pytest.mark.parametrize("module", SOURCES)
 def test_no_swallowed_errors_and_no_global_args(module: str) -> None:
-    tree = ast.parse(SOURCES[module].read_text())
+    """A broad except raises again, or says in a comment on its line why it is the last stop."""
+    text = SOURCES[module].read_text()
+    tree, lines = ast.parse(text), text.splitlines()
     assert "utils" not in module.split(".")
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
             broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
             ends = any(isinstance(n, ast.Raise) for n in ast.walk(node))
+            ends = ends or "# noqa: BLE001" in lines[node.lineno - 1]
             assert not broad or ends, f"{module}:{node.lineno} swallows every error"
 
 

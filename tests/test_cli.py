@@ -81,7 +81,7 @@ def config(**flat: Any) -> PPOConfig:
     return PPOConfig.of(**enough | {"num_rollout": 10, "advantage_estimator": "ppo"} | flat).resolve()[0]
 
 
-# ------------------------------------------------------------------------------------------ parsing and printing
+# --------------------------------------------------------------------------------- parsing and printing
 def test_nothing_before_a_run_imports_torch(recipe: Path) -> None:
     script = (
         "import sys\n"
@@ -182,9 +182,11 @@ def test_a_failure_is_one_line_with_its_traceback_in_the_log(recipe: Path, tmp_p
 
 
 def test_traceback_on_the_screen_when_asked_for(recipe: Path) -> None:
-    process = command("prepare", "--recipe", str(recipe), "--seed", "1", "--debug-traceback")
-    assert "in prepare" in process.communicate(timeout=60)[1]
-    assert process.returncode == 1
+    given = ["prepare", "--recipe", str(recipe), "--seed", "1"]
+    environment = os.environ | {"PPO_LIGHTNING_TRACEBACK": "1"}
+    for process in (command(*given, "--debug-traceback"), command(*given, env=environment)):
+        assert "in prepare" in process.communicate(timeout=60)[1]
+        assert process.returncode == 1
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

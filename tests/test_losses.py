@@ -259,6 +259,15 @@ def test_without_old_log_probs_the_ratio_is_exactly_one() -> None:
     torch.testing.assert_close(gradient(outputs, fields, PPO), -fields.weight * fields.advantages)
 
 
+@pytest.mark.parametrize(("name", "trainer"), [("ppo", "old_logprobs"), ("rollout_logprobs", None)])
+def test_the_gap_between_trainer_and_engine_is_logged(name: str, trainer: str | None) -> None:
+    outputs, fields = case()
+    ours = outputs.logprobs if trainer is None else getattr(fields, trainer)
+    want = (fields.weight * (ours - fields.rollout_logprobs).abs()).sum()
+    got = policy_objective(outputs, fields, VARIANTS[name])[1]["train_rollout_logprob_abs_diff"]
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize(("slot", "name"), [("ref_logprobs", "kl_k1"), ("rollout_logprobs", "tis")])
 def test_a_missing_field_is_named(slot: str, name: str) -> None:
     outputs, fields = case()

@@ -180,8 +180,7 @@ class _Prefilled:
 
     def keep(self, rows: Tensor) -> None:
         """Only these rows of the cache; the logits are the next step's affair."""
-        for layer in self.cache.layers:
-            layer.batch_select_indices(rows)
+        self.cache.batch_select_indices(rows)
         self.positions = self.positions[rows]
         self.filled = None if self.filled is None else self.filled[rows]
 

@@ -240,7 +240,7 @@ class HFEngine:
         """The response without what ended it."""
         ids = output.tokens
         by_token = output.ended and ids[-1] in (*self.end_ids, *params.stop_token_ids)
-        text = self.tokenizer.decode(ids[:-1] if by_token else ids, skip_special_tokens=True)
+        text = str(self.tokenizer.decode(ids[:-1] if by_token else ids, skip_special_tokens=True))
         if not output.ended or by_token:
             return text
         return text[: min((at for s in params.stop if (at := text.find(s)) >= 0), default=len(text))]

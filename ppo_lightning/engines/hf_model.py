@@ -20,11 +20,10 @@ def read_model(checkpoint: str, dtype: torch.dtype, device: torch.device) -> Pre
     from transformers import AutoModelForCausalLM
 
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype=dtype, output_loading_info=True
-        )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError) as error:
         raise EngineError(f"no model can be loaded from {checkpoint}: {error}") from error
+    model, report = loaded
     if report["missing_keys"]:
         names = sorted(report["missing_keys"])
         raise EngineError(f"{checkpoint} lacks {len(names)} weights of its model, as {', '.join(names[:3])}")

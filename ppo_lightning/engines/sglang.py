@@ -52,7 +52,7 @@ class SGLangEngine:
         try:
             urls = [url for part in self._agree(self._start) for url in part or ()]
             router = self._agree(lambda: self._route(urls) if rank == 0 else None)[0]
-            context = self._agree(lambda: self._context() if rank == 0 else None)[0]
+            context = self._agree(lambda: self._context() if rank == 0 else 0)[0] or 0
         except BaseException:
             self.close()
             raise

@@ -69,7 +69,7 @@ def _shard(name: str, tensor: torch.Tensor, rank: int, layout: Layout) -> torch.
 
 def _digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(memoryview(data)).hexdigest()[:16]
+    return hashlib.sha256(data.data).hexdigest()[:16]
 
 
 def _cuda_digest(tensor: torch.Tensor) -> str:

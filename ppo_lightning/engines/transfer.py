@@ -186,6 +186,7 @@ def join_group(address: str, world: int, name: str, backend: str) -> Any:
     default group, to which a server does not belong. SGLang joins by the same function."""
     from torch.distributed.distributed_c10d import (
         Backend,
+        GroupName,
         PrefixStore,
         _new_process_group_helper,
         rendezvous,
@@ -194,7 +195,13 @@ def join_group(address: str, world: int, name: str, backend: str) -> Any:
     store, rank, world = next(rendezvous(address, 0, world, timeout=GROUP_TIMEOUT))
     store.set_timeout(GROUP_TIMEOUT)
     made, _ = _new_process_group_helper(
-        world, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=GROUP_TIMEOUT
+        world,
+        rank,
+        [],
+        Backend(backend),
+        PrefixStore(name, store),
+        group_name=GroupName(name),
+        timeout=GROUP_TIMEOUT,
     )
     return made
 

@@ -69,8 +69,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
     started.
     """
 
-    def __init__(self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int = 1) -> None:
-        super().__init__(cluster_environment, num_processes, num_nodes)
+    def __init__(self, environment: ClusterEnvironment, num_processes: int, num_nodes: int = 1) -> None:
+        super().__init__(environment, num_processes, num_nodes)
         self._rank = 0
         self._ending = threading.Event()  # the main thread is dealing with an error
 
@@ -100,6 +100,9 @@ class LocalLauncher(_SubprocessScriptLauncher):
             if self._rank > 0:
                 raise SystemExit(1) from None  # rank 0 shows it
             raise RankFailedError(str(first)) from None
+        except BaseException:  # an exit by the user or by a signal: no reason to wait for the others
+            self._ending.set()
+            raise
 
     # ---- the parent --------------------------------------------------------------------------------------
 
@@ -268,6 +271,6 @@ def _require_free_port() -> None:
             probe.bind(("", int(given)))
         except OSError as error:
             raise PortInUseError(
-                f"MASTER_PORT={given} is taken by another process ({error.strerror}); unset MASTER_PORT to have a"
-                " free one chosen, or name another"
+                f"MASTER_PORT={given} is taken by another process ({error.strerror}); unset it to have a free"
+                " one chosen, or name another"
             ) from error

@@ -8,7 +8,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FORWARDED = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_")
+FORWARDED: tuple[str, ...] = (
+    "OMP_",
+    "MKL_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH",
+    "HF_",
+    "TRANSFORMERS_",
+    "TOKENIZERS_",
+    "WANDB_",
+)
 FORWARDED += ("PYTHON", "PL_", "PPO_LIGHTNING_", "SGLANG_")
 
 

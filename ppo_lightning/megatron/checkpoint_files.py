@@ -28,7 +28,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 TRAINER_FILE = "trainer.pt"
 _PARTIAL, _OLD = ".partial-", ".old-"
-_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
+_RENAME_EXCHANGE, _AT_FDCWD = 2, -100  # of linux/fs.h and fcntl.h
 
 
 class CheckpointError(RuntimeError):
@@ -113,7 +113,7 @@ def write_tracker(root: Path, iteration: int) -> None:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The manifest in `path`; None where there is none (a checkpoint of other tools)."""
+    """The manifest in `path`; None where there is none (other tools')."""
     file = path / MANIFEST
     if not file.is_file():
         return None
@@ -163,10 +163,9 @@ def problems(path: Path, *, contents: bool = False, share: tuple[int, int] = (0,
 
 def _foreign_problems(path: Path) -> list[str]:
     """A directory of another tool has no checksums; one of ours never lacks the manifest."""
-    if (path / TRAINER_FILE).exists():
-        return [f"{path / MANIFEST} is missing"]
-    wanted = [path / name for name in ("metadata.json", ".metadata", "common.pt")]
-    return [f"{file} is missing" for file in wanted if not file.is_file()]
+    ours = (path / TRAINER_FILE).exists()
+    wanted = [MANIFEST] if ours else ["metadata.json", ".metadata", "common.pt"]
+    return [f"{path / name} is missing" for name in wanted if not (path / name).is_file()]
 
 
 def is_distributed_checkpoint(path: Path) -> bool:

@@ -61,6 +61,23 @@ def resume_path(
     return fall_back(path, found[0], auto_fallback, named_by_tracker=ckpt_step is None)
 
 
+def run_checkpoint(config: PPOConfig) -> Path | None:
+    """The checkpoint that the run of a resolved configuration goes on from; None for a fresh start.
+
+    Its own newest in --save counts before another run's in --load: the command that started from there goes
+    on from where it was stopped. --ckpt-step chooses in --load.
+    """
+    model = config.model
+    fallback = model.auto_fallback
+    if model.save is not None and model.ckpt_step is None and not _same_place(model.save, model.load):
+        own = resume_path(model.save, auto_fallback=fallback)
+        if own is not None:
+            note = "%s: the run goes on from there, not from --load; an empty --save starts again"
+            rank_zero_only(log.info)(note, own)
+            return own
+    return None if model.finetune else resume_path(model.load, model.ckpt_step, auto_fallback=fallback)
+
+
 def fall_back(path: Path, problem: str, allowed: bool, *, named_by_tracker: bool = True) -> Path:
     """The newest whole checkpoint before the damaged `path`, where that is allowed; else CheckpointError."""
     iteration = iteration_of(path)
@@ -102,13 +119,17 @@ def _same_save(a: Manifest | None, b: Manifest | None) -> bool:
     return a is None or b is None or (a.iteration, a.save_id) == (b.iteration, b.save_id)
 
 
+def _same_place(a: str | Path | None, b: str | Path | None) -> bool:
+    return a is not None and b is not None and Path(a).resolve() == Path(b).resolve()
+
+
 def critic_candidates(actor: Path, config: PPOConfig | None) -> list[Path]:
     """Roots where the critic of a resumed actor may lie, in the order in which they count."""
     roots = []
     if config is not None:
         if config.critic.critic_load is not None:
             roots.append(Path(config.critic.critic_load))
-        if config.critic.critic_save is not None and Path(config.model.save or "") == actor.parent:
+        if config.critic.critic_save is not None and _same_place(config.model.save, actor.parent):
             roots.append(Path(config.critic.critic_save))
     roots.append(critic_root(actor.parent))
     return list(dict.fromkeys(roots))
@@ -147,9 +168,7 @@ def critic_source(config: PPOConfig) -> CriticSource:
 
 def _critic_source(config: PPOConfig) -> CriticSource:
     model, given = config.model, config.critic.critic_load
-    resumed = None
-    if not model.finetune:
-        resumed = resume_path(model.load, model.ckpt_step, auto_fallback=model.auto_fallback)
+    resumed = run_checkpoint(config)
     if resumed is not None:
         return CriticSource("resumed", critic_of(resumed, critic_candidates(resumed, config)))
     named = weights_in(given) if given is not None else None

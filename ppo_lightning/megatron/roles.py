@@ -58,6 +58,7 @@ class Role:
     chunks: list[nn.Module]
     options: OptimizerOptions | None = None
     optimizer: MegatronOptimizer | None = None
+    hf_checkpoint: str = ""  # where the architecture was read
     steps: int = 0  # optimizer steps done: the position in the schedule
     finite: bool = field(default=True, repr=False)  # whether the loss of the gradients at hand is
 
@@ -253,8 +254,8 @@ def build_role(
 
 
 def _mark_tensor_parallel(models: Sequence[nn.Module]) -> None:
-    """Tell Megatron which parameters are cut over tensor ranks, so that the gradient norm counts every part of
-    these and each of the others once. Its layers do it only where they initialize their weights."""
+    """Tell Megatron which parameters are cut over tensor ranks, so that the gradient norm counts every part
+    of these and each of the others once. Its layers do it only where they initialize their weights."""
     value_head = unwrap(models[0]).value_head
     for name, parameter in global_parameters(models).items():
         shape = tuple(parameter.shape)
@@ -267,12 +268,7 @@ def _mark_tensor_parallel(models: Sequence[nn.Module]) -> None:
 
 def _held(fields: TokenFields, packed: PackedBatch) -> TokenFields:
     """The fields of the response tokens that this context rank holds, on its device."""
-    device = packed.select.device
-    if fields.mask.device == device:
-        return fields.take(packed.select)
-    held = fields.take(packed.select.to(fields.mask.device))
-    values = {name: getattr(held, name) for name in TokenFields.__dataclass_fields__}
-    return TokenFields(**{k: None if v is None else v.to(device) for k, v in values.items()})
+    return fields.take(packed.select.to(fields.mask.device)).to(packed.select.device)
 
 
 def _dummy(like: Microbatch) -> Microbatch:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from ppo_lightning.megatron.checkpoint import MegatronCheckpointIO, Shards
 from ppo_lightning.megatron.first_weights import load_weights
+from ppo_lightning.megatron.hf_files import save_hf
 from ppo_lightning.megatron.model import ModelOptions
 from ppo_lightning.megatron.offload import Offload
 from ppo_lightning.megatron.processes import MegatronProcesses
@@ -136,18 +139,31 @@ class MegatronStrategy(MegatronProcesses):
             optimizer,
             use_distributed_optimizer=self.use_distributed_optimizer,
         )
+        self.roles[role].hf_checkpoint = hf_checkpoint
 
     def load_weights(self, role: str, path: str) -> None:
         """Weights from a Hugging Face or a `torch_dist` directory (ours or Megatron-LM's). A critic keeps
         its fresh value head where `path` holds a policy. Collective."""
-        self.activate(role)
-        load_weights(self.roles[role], path)
+        with self.resident(role):
+            load_weights(self.roles[role], path)
 
     def weights(self, role: str) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor), one after another, on every rank. Collective: every rank must
         read all of it."""
         held = self.roles[role]
-        yield from stream(held.models, held.hf_config, self.topology)
+        with self.resident(role):
+            yield from stream(held.models, held.hf_config, self.topology)
+
+    @contextmanager
+    def resident(self, role: str) -> Iterator[None]:
+        """The role's state is on the device inside, and where it was before afterwards."""
+        away = self._offload.is_away(role)
+        self.activate(role)
+        try:
+            yield
+        finally:
+            if away:
+                self.deactivate(role)
 
     def activate(self, role: str) -> None:
         """Bring a role's state onto the device."""
@@ -160,8 +176,9 @@ class MegatronStrategy(MegatronProcesses):
     # ---- computing ---------------------------------------------------------------------------------------
 
     def forward(self, role: str, batches: Sequence[Microbatch], output: Output) -> list[Tensor]:
-        """"logprobs", "entropy" or "values" of the response tokens: one complete fp32 [n] a micro-batch, the
+        """Of the response tokens "logprobs", "entropy" or "values": one complete fp32 [n] a micro-batch, the
         same on all ranks of the replica. No gradient."""
+        self.activate(role)
         return self.roles[role].forward(batches, output)
 
     def forward_backward(
@@ -173,6 +190,7 @@ class MegatronStrategy(MegatronProcesses):
         `loss_fn(outputs, fields) -> (loss, metrics)` gives sums over the tokens it is handed. Returns "loss"
         and the metrics, summed likewise, the same on every rank.
         """
+        self.activate(role)
         return self.roles[role].forward_backward(batches, loss_fn, entropy)
 
     def step(self, role: str) -> StepReport:
@@ -208,13 +226,20 @@ class MegatronStrategy(MegatronProcesses):
 
     # ---- checkpoints -------------------------------------------------------------------------------------
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Actor, trainer and random states to the directory `filepath`, the critic to its own place.
         Collective."""
-        shards = Shards(self.roles, "optimizer_states" in checkpoint, rng_state())
+        shards = Shards(self.roles, "optimizer_states" in checkpoint, rng_state(), self.resident)
+        if self._io.save_hf:
+            shards.write_hf = self.save_hf
         self._io.save_checkpoint(checkpoint, filepath, shards)
+
+    def save_hf(self, target: Path) -> None:
+        """The actor as a Hugging Face directory `target`, made by rank 0. Collective."""
+        if self.is_global_zero:
+            target.mkdir(parents=True)
+        source = self.roles["actor"].hf_checkpoint
+        save_hf(self.weights("actor"), target, source, write=self.is_global_zero)
 
     def finish_saves(self, *, wait: bool = True) -> None:
         """Publish an asynchronous save that is written by now, or `wait` for it. Collective."""
@@ -230,9 +255,9 @@ class MegatronStrategy(MegatronProcesses):
         trained = {name: role for name, role in self.roles.items() if role.optimizer is not None}
         places = self._io.verified(self.broadcast(str(checkpoint_path)), trained, optimizer=fitting)
         for name, directory in places.items():
-            self.activate(name)
-            self._io.load_role(trained[name], directory, optimizer=fitting)
-            self.deactivate(name)
+            if name in trained:
+                with self.resident(name):
+                    self._io.load_role(trained[name], directory, optimizer=fitting)
         if "critic" in places:
             rank_zero_info(f"critic: goes on from {places['critic']}")
         self._pending_rng = self._io.load_rng(places["actor"])

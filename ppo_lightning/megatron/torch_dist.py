@@ -42,12 +42,14 @@ def everywhere(what: str, action: Callable[[], T]) -> T:
     error = ""
     try:
         result = action()
+    except CheckpointError as caught:
+        error = str(caught)
     except _WRITE_ERRORS as caught:
-        error = f"rank {dist.get_rank()}: {caught}" if str(caught) else repr(caught)
+        error = f"{what} failed on rank {dist.get_rank()}: {str(caught) or repr(caught)}"
     errors: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     if any(errors):
-        raise CheckpointError(f"{what} failed: {next(e for e in errors if e)}")
+        raise CheckpointError(next(e for e in errors if e))
     return result  # type: ignore[return-value]
 
 

@@ -1,24 +1,26 @@
-"""A run that is saved and resumed goes on as if it had never stopped; what is damaged or hostile is refused."""
+"""A run that is saved and resumed goes on as if it had never stopped; what is damaged or hostile is
+refused."""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
+import shutil
 import signal
-import zipfile
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import dist_checkpointing
 
 from ppo_lightning.megatron import checkpoint_files as files
-from ppo_lightning.megatron.checkpoint import CheckpointError, Retention, resume_path
+from ppo_lightning.megatron.checkpoint import Retention, resume_path
+from ppo_lightning.megatron.checkpoint_sources import critic_of
 from ppo_lightning.megatron.optimizer import inner_optimizers
 from ppo_lightning.megatron.strategy import MegatronStrategy
 from tests.distributed.ranks import RankError, run_ranks
@@ -135,3 +137,253 @@ def test_resharding_goes_on_alike(model_dir: str, tmp_path: Path, saved: Any, re
     (again, _), *_ = run_ranks(resume, resumed[0], model_dir, resumed[1], root, 2)
     for got, want in zip(again, straight):
         assert got[:3] == pytest.approx(want[:3], rel=1e-5)  # loss, gradient norm, learning rate
+
+
+# what is refused --------------------------------------------------------------------------------------
+
+
+def load_only(rank: int, world: int, model_dir: str, root: str, options: dict[str, Any]) -> Any:
+    strategy = build(world, model_dir, {}, ("actor", "critic"))
+    strategy.checkpoint_io.auto_fallback = options.pop("auto_fallback", False)
+    return strategy.load_checkpoint(options.pop("path", f"{root}/iter_0000002"))
+
+
+@pytest.fixture(scope="module")
+def two_saves(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Iterations 1 and 2 of an actor and a critic."""
+    root = tmp_path_factory.mktemp("saves") / "save"
+    run_ranks(save_twice, 1, model_dir, str(root))
+    return root
+
+
+def save_twice(rank: int, world: int, model_dir: str, root: str) -> None:
+    strategy = build(world, model_dir, {}, ("actor", "critic"))
+    for step in (1, 2):
+        save(strategy, f"{root}/iter_{step:07d}", step, note=f"step {step}")
+
+
+@pytest.fixture
+def saves(two_saves: Path, tmp_path: Path) -> Path:
+    """A copy of them to spoil."""
+    for name in ("save", "save_critic"):
+        shutil.copytree(two_saves.with_name(name), tmp_path / name)
+    return tmp_path / "save"
+
+
+def refused(model_dir: str, root: Path, **options: Any) -> str:
+    with pytest.raises(RankError) as caught:
+        run_ranks(load_only, 1, model_dir, str(root), options)
+    assert "CheckpointError" in str(caught.value)
+    return str(caught.value)
+
+
+class Hostile:
+    """A pickle that leaves a trace when it is run."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.trace}",)
+
+
+def poison_trainer(directory: Path, hostile: Hostile) -> Path:
+    torch.save({"global_step": 2, "callbacks": hostile}, directory / "trainer.pt")
+    return directory / "trainer.pt"
+
+
+def poison_common(directory: Path, hostile: Hostile) -> Path:
+    torch.save({"optimizer": hostile}, directory / "common.pt")
+    return directory / "common.pt"
+
+
+def poison_metadata(directory: Path, hostile: Hostile) -> Path:
+    (directory / ".metadata").write_bytes(pickle.dumps(hostile))
+    return directory / ".metadata"
+
+
+def poison_object(directory: Path, hostile: Hostile) -> Path:
+    """An object between the tensors: the file keeps its length and its place in the index."""
+    file = next(directory.glob("*.distcp"))
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    name, where = next((k.fqn, v) for k, v in metadata.storage_data.items() if "_extra_state" in k.fqn)
+    buffer = BytesIO()
+    torch.save([hostile], buffer)
+    with file.open("r+b") as stream:
+        stream.seek(0, os.SEEK_END)
+        where.offset, where.length = stream.tell(), buffer.getbuffer().nbytes
+        stream.write(buffer.getbuffer())
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    return Path(name)
+
+
+@pytest.mark.parametrize("poison", [poison_trainer, poison_common, poison_metadata, poison_object])
+def test_hostile_pickles_are_refused_and_not_run(
+    model_dir: str, saves: Path, tmp_path: Path, poison: Callable[[Path, Hostile], Path]
+) -> None:
+    """Even where the attacker has mended the checksums."""
+    trace = tmp_path / "trace"
+    directory = saves / "iter_0000002"
+    file = poison(directory, Hostile(trace))
+    manifest = json.loads((directory / "manifest.json").read_text())
+    for name in manifest["files"]:
+        path = directory / name
+        manifest["files"][name] = [path.stat().st_size, files.digest_of(path)]
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    message = refused(model_dir, saves)
+    assert f"{file} was refused, and nothing in it was run" in message
+    assert "system" in message
+    assert not trace.exists()
+
+
+def truncate(file: Path) -> str:
+    os.truncate(file, file.stat().st_size - 1)
+    return "bytes"
+
+
+def flip(file: Path) -> str:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    return "is damaged"
+
+
+def delete(file: Path) -> str:
+    file.unlink()
+    return "is missing"
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, delete])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "trainer.pt", "critic: .metadata"])
+def test_damage_is_refused_by_name_and_the_one_before_offered(
+    model_dir: str, saves: Path, name: str, damage: Callable[[Path], str]
+) -> None:
+    root = saves.with_name("save_critic") if name.startswith("critic") else saves
+    file = root / "iter_0000002" / name.removeprefix("critic: ")
+    what = damage(file)
+    message = refused(model_dir, saves)
+    assert f"{file} " in message
+    assert what in message
+    assert "--ckpt-step 1 (or --auto-fallback)" in message
+
+
+def test_fallback_takes_the_one_before(model_dir: str, saves: Path) -> None:
+    flip(saves / "iter_0000002" / "__0_0.distcp")
+    (loaded,) = run_ranks(load_only, 1, model_dir, str(saves), {"auto_fallback": True})
+    assert loaded["note"] == "step 1"
+
+
+def test_a_critic_of_another_moment_is_refused(model_dir: str, saves: Path) -> None:
+    critic = saves.with_name("save_critic")
+    shutil.rmtree(critic / "iter_0000002")
+    message = refused(model_dir, saves)
+    assert f"{critic / 'iter_0000002'} is missing" in message
+    (critic / "iter_0000001").rename(critic / "iter_0000002")
+    assert "was not saved together with" in refused(model_dir, saves)
+
+
+def test_the_other_optimizers_checkpoint_is_refused(model_dir: str, saves: Path) -> None:
+    with pytest.raises(RankError, match=r"FP32Optimizer.*DistributedOptimizer.*--use-distributed-optimizer"):
+        run_ranks(resume, 1, model_dir, SHARDED, str(saves), 0)
+
+
+def test_state_that_could_not_be_loaded_again_is_not_saved(model_dir: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"trainer\.pt would hold torch\S*Linear and could not be"):
+        run_ranks(save_object, 1, model_dir, str(tmp_path))
+    assert not list(tmp_path.glob("**/*.pt"))
+
+
+def save_object(rank: int, world: int, model_dir: str, root: str) -> None:
+    strategy = build(world, model_dir, {}, ("actor",))
+    save(strategy, f"{root}/iter_0000001", 1, callbacks={"mine": torch.nn.Linear(1, 1)})
+
+
+# a save that is cut off -------------------------------------------------------------------------------
+
+
+def killed_save(
+    rank: int, world: int, model_dir: str, root: str, nth: int, asynchronous: bool, again: bool
+) -> None:
+    """Iteration 2, killed just before the n-th call that makes something last."""
+    strategy = build(world, model_dir, {}, ("actor", "critic"))
+    io = strategy.checkpoint_io
+    io.async_save, io.retention = asynchronous, Retention(keep=1)
+    if again:
+        save(strategy, f"{root}/iter_0000002", 2)
+        strategy.finish_saves()
+    calls = 0
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        return call
+
+    os.fsync, os.rename, os.replace = counted(os.fsync), counted(os.rename), counted(os.replace)
+    files._exchange = counted(files._exchange)
+    shutil.rmtree = counted(shutil.rmtree)
+    save(strategy, f"{root}/iter_0000002", 2, note="step 2")
+    strategy.finish_saves()
+
+
+def was_killed(*args: Any) -> bool:
+    try:
+        run_ranks(killed_save, 1, *map(str, args[:2]), *args[2:])
+    except RankError as error:
+        if "exit code -9" not in str(error):
+            raise
+        return True
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("asynchronous", "again"), [(False, False), (True, False), (False, True)])
+def test_a_killed_save_leaves_the_former_checkpoint_whole(
+    model_dir: str, two_saves: Path, tmp_path: Path, asynchronous: bool, again: bool
+) -> None:
+    """Killed at every single step: something is resumed, whole, and nothing is left over after the next
+    start."""
+    killed, found = 0, set()
+    for nth in range(1, 80):
+        root = tmp_path / str(nth) / "save"
+        for name in ("save", "save_critic"):
+            (root.parent / name).mkdir(parents=True)
+            shutil.copytree(two_saves.with_name(name) / "iter_0000001", root.parent / name / "iter_0000001")
+            (root.parent / name / files.TRACKER).write_text("1")
+        if not was_killed(model_dir, root, nth, asynchronous, again):
+            assert files.latest_iteration(root) == 2
+            break
+        killed += 1
+        for place in (root, root.with_name("save_critic")):
+            files.clean(place)
+            assert not [p for p in place.iterdir() if p.name.startswith(".")]
+        actor = resume_path(root)
+        assert actor is not None
+        critic = critic_of(actor, [root.with_name("save_critic")])
+        assert not files.problems(actor, contents=True) + files.problems(critic, contents=True)
+        found.add(files.iteration_of(actor))
+    assert killed > 10
+    assert found == ({2} if again else {1, 2})
+
+
+# other tools ------------------------------------------------------------------------------------------
+
+
+def test_megatron_reads_it_without_our_code(model_dir: str, two_saves: Path) -> None:
+    (shapes,) = run_ranks(read_with_megatron, 1, str(two_saves / "iter_0000002"))
+    assert shapes["embedding.word_embeddings.weight"] == (320, 64)
+    assert shapes["optimizer.state.exp_avg.embedding.word_embeddings.weight"] == (320, 64)
+    assert shapes["iteration"] == 2
+
+
+def read_with_megatron(rank: int, world: int, directory: str) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+
+    plain = dist_checkpointing.load_plain_tensors(directory)
+    common = dist_checkpointing.load_common_state_dict(directory)
+    shapes = {k: tuple(v.shape) for k, v in plain.items() if torch.is_tensor(v)}
+    return shapes | {"iteration": common["iteration"]}

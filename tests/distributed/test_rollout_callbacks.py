@@ -1,0 +1,117 @@
+"""Rollout, weight sync and evaluation callbacks in whole runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from ppo_lightning.callbacks import PPOCallback, RolloutCallback
+
+from ppo_lightning.engines.base import Engine, SamplingParams
+from ppo_lightning.samples import Sample
+from tests.distributed.ranks import run_ranks
+from tests.fitting import fit_rank, prepare
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return prepare(tmp_path_factory.mktemp("rollout"))
+
+
+def fit(world: int, options: dict[str, Any], *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+    return run_ranks(fit_rank, world, options, *args, group=False, timeout=240, **kwargs)
+
+
+class WatchEval(PPOCallback):
+    """Appends each evaluation to a file of its rank."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_eval_end(self, trainer: pl.Trainer, module: Any, results: dict[str, float]) -> None:
+        with (self.directory / f"rank{trainer.global_rank}.jsonl").open("a") as file:
+            file.write(json.dumps([trainer.global_step, results]) + "\n")
+
+    def read(self, rank: int) -> list[tuple[int, dict[str, float]]]:
+        lines = (self.directory / f"rank{rank}.jsonl").read_text().splitlines()
+        return [(step, results) for step, results in map(json.loads, lines)]
+
+
+def test_evaluation_changes_nothing_and_is_the_same_on_every_rank(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = fit(2, options | {"output_dir": str(tmp_path / "plain")})
+    watch = WatchEval(tmp_path)
+    evaluated = {
+        "eval_interval": 2,
+        "eval_prompt_data": ("some", options["prompt_data"]),
+        "eval_temperature": 0.0,
+        "n_samples_per_eval_prompt": 2,
+        "output_dir": str(tmp_path / "evaluated"),
+    }
+    ranks = fit(2, options | evaluated, [watch])
+    for with_eval, without in zip(ranks, plain):
+        assert with_eval["rollouts"] == without["rollouts"]
+        assert with_eval["weights"] == without["weights"]
+        assert with_eval["rows"][-1]["eval/some/mean"] == watch.read(0)[-1][1]["eval/some/mean"]
+    assert watch.read(0) == watch.read(1)
+    assert [step for step, _ in watch.read(0)] == [0, 2, 3]  # before, every second, after the last
+    assert watch.read(0)[0] != watch.read(0)[-1]  # new weights
+
+
+def test_an_engine_that_slept_has_weights_again(options: dict[str, Any], tmp_path: Path) -> None:
+    """Also after a step that trained the critic alone, and for the evaluation that follows it."""
+    changed = options | {"num_critic_only_steps": 2, "num_rollout": 4, "global_batch_size": 8}
+    (awake,) = fit(1, changed | {"output_dir": str(tmp_path / "awake")})
+    asleep = {"offload_rollout": True, "eval_interval": 1, "eval_prompt_data": ("a", options["prompt_data"])}
+    (slept,) = fit(1, changed | asleep | {"output_dir": str(tmp_path / "slept")})
+    assert slept["rollouts"] == awake["rollouts"]
+    assert slept["weights"] == awake["weights"]
+
+
+async def two_turns(
+    samples: Sequence[Sample], engine: Engine, params: SamplingParams, seeds: Sequence[int]
+) -> None:
+    """The model writes, a tool answers "!!", the model writes again."""
+    for sample in samples:
+        sample.metadata["prompt"] = list(sample.tokens)
+    short = SamplingParams(3, params.temperature)
+    engine.generate(samples, short, seeds)
+    first = [(s.response_length, s.rollout_log_probs) for s in samples]
+    for sample in samples:
+        sample.tokens = [*sample.tokens, 33, 33]
+    engine.generate(samples, short, [seed + 1 for seed in seeds])
+    for sample, (length, logprobs) in zip(samples, first):
+        sample.loss_mask = [1] * length + [0, 0] + [1] * sample.response_length
+        sample.rollout_log_probs = [*logprobs, 0.0, 0.0, *sample.rollout_log_probs]
+        sample.response_length = len(sample.loss_mask)
+
+
+class CheckTurns(PPOCallback):
+    def on_experience_end(self, trainer: pl.Trainer, module: Any, experience: Any) -> None:
+        for sample in module.rollout.samples:
+            assert sample.prompt_tokens == sample.metadata["prompt"]
+            tool = [
+                t for t, kept in zip(sample.tokens[-sample.response_length :], sample.loss_mask) if not kept
+            ]
+            assert tool == [33, 33]
+        assert (~experience.mask).sum() >= 2 * len(experience.samples)
+
+
+@pytest.mark.parametrize("given", ["callback", "flag"])
+def test_an_own_generate_function_may_mask_what_a_tool_wrote(
+    options: dict[str, Any], tmp_path: Path, given: str
+) -> None:
+    changed = options | {"num_rollout": 2, "output_dir": str(tmp_path / "out")}
+    callbacks: list[PPOCallback] = [CheckTurns()]
+    if given == "flag":
+        changed["custom_generate_function_path"] = f"{__name__}:two_turns"
+    else:
+        callbacks.append(RolloutCallback(generate=two_turns))
+    (seen,) = fit(1, changed, callbacks)
+    assert seen["step"] == 2
+    assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-5 for row in seen["rows"])

@@ -1,0 +1,106 @@
+"""One real SGLang server for all tests of a session, and what tests of the engine share."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ppo_lightning.config import PPOConfig
+from ppo_lightning.engines.base import SamplingParams
+from ppo_lightning.engines.sglang import SGLangEngine
+from ppo_lightning.engines.sglang_plan import Plan
+from ppo_lightning.samples import Sample
+from tests.tinymodel import make_tiny_model
+
+KV_TOKENS = 8192  # the cache of a server under test: enough, and made at once
+
+
+def make_plan(checkpoint: Path, logs: Path, **changes: Any) -> Plan:
+    """The plan of `--rollout-engine sglang` for a tiny model, on one rank."""
+    config = PPOConfig.of(
+        hf_checkpoint=str(checkpoint),
+        rollout_engine="sglang",
+        output_dir=str(logs),
+        update_weight_transfer_mode="tensor",
+        sglang_max_total_tokens=KV_TOKENS,
+        partial_rollout=True,
+    )
+    return replace(Plan.from_config(config, 1, cuda=False), **changes)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sglang") / "model"
+    make_tiny_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def sglang_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    """Owns the server of the session. Weights are the checkpoint's only until a test sends others."""
+    logging.getLogger("httpx").setLevel("WARNING")
+    plan = make_plan(checkpoint, tmp_path_factory.mktemp("sglang_logs"), check_equal=True, bucket_size=50_000)
+    engine = SGLangEngine(plan)
+    yield engine
+    engine.close()
+
+
+def url_of(engine: SGLangEngine) -> str:
+    return engine._fleet.servers[0].url
+
+
+def attach(engine: SGLangEngine, checkpoint: Path, logs: Path, **changes: Any) -> SGLangEngine:
+    """A second engine on the session's server, which to it is a foreign one."""
+    changes = {"urls": (url_of(engine),), "health_interval": 0.2} | changes
+    return SGLangEngine(make_plan(checkpoint, logs, **changes))
+
+
+def model_with(checkpoint: Path, seed: int) -> PreTrainedModel:
+    """The checkpoint's model with other weights."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return model
+
+
+def weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()  # tied ones once, as the trainer streams them
+
+
+def prompts(count: int, *, first: int = 10) -> list[Sample]:
+    return [Sample(prompt="", tokens=[5, 6, first + i], group_index=i, index=i) for i in range(count)]
+
+
+def run(engine: SGLangEngine, samples: Sequence[Sample], **changes: Any) -> list[Sample]:
+    params = SamplingParams(**({"max_new_tokens": 12} | changes))
+    engine.generate(samples, params, list(range(len(samples))))
+    return list(samples)
+
+
+def largest_difference(samples: Sequence[Sample], model: PreTrainedModel, temperature: float = 1.0) -> float:
+    """Between the engine's log-probs and those that transformers gives the same tokens."""
+    worst = 0.0
+    for sample in samples:
+        with torch.no_grad():
+            logits = model(torch.tensor([sample.tokens])).logits[0, :-1].float()
+        own = (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(sample.tokens[1:])[:, None])
+        given = torch.tensor(sample.rollout_log_probs)
+        worst = max(worst, (own[-sample.response_length :, 0] - given).abs().max().item())
+    return worst
+
+
+def config_file(path: Path, checkpoint: Path, logs: Path) -> Path:
+    """A YAML configuration (JSON is YAML) of a run whose engine is SGLang."""
+    options = {"hf_checkpoint": str(checkpoint), "rollout_engine": "sglang", "output_dir": str(logs)}
+    path.write_text(json.dumps(options | {"sglang_max_total_tokens": KV_TOKENS}))
+    return path

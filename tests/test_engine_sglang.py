@@ -1,0 +1,272 @@
+"""The SGLang engine against a real SGLang server. Faults of servers: test_engine_sglang_faults."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ppo_lightning.config import PPOConfig
+from ppo_lightning.engines.base import EngineError
+from ppo_lightning.engines.sglang import SGLangEngine
+from ppo_lightning.engines.sglang_checksums import Layout, differing
+from ppo_lightning.engines.sglang_plan import Place, Plan
+from ppo_lightning.engines.weight_store import WeightStore, buckets
+from ppo_lightning.samples import Status
+from tests import sglang_fixtures as fixtures
+from tests.sglang_fixtures import (
+    attach,
+    largest_difference,
+    model_with,
+    prompts,
+    run,
+    weights,
+)
+
+checkpoint, sglang_engine = fixtures.checkpoint, fixtures.sglang_engine
+
+
+@pytest.mark.parametrize("mode", ["tensor", "distributed", "disk"])
+def test_each_way_of_transfer_gives_the_server_the_weights(
+    mode: str, sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
+) -> None:
+    engine = attach(sglang_engine, checkpoint, tmp_path, mode=mode, check_equal=True, bucket_size=40_000)
+    for version in (3, 4):  # the second uses what the first has set up
+        model = model_with(checkpoint, seed=version)
+        engine.update_weights(weights(model), version)
+        samples = run(engine, prompts(4))
+        assert largest_difference(samples, model) < 1e-4
+        assert [s.weight_versions for s in samples] == [[version]] * 4
+    engine.close()
+    assert sglang_engine.health()
+
+
+def test_an_update_empties_the_cache(sglang_engine: SGLangEngine, checkpoint: Path) -> None:
+    long = prompts(1)
+    long[0].tokens = list(range(10, 200))
+    for version in (5, 6):
+        model = model_with(checkpoint, seed=version)
+        sglang_engine.update_weights(weights(model), version)
+        samples = prompts(1)
+        samples[0].tokens = list(long[0].tokens)
+        assert largest_difference(run(sglang_engine, samples), model) < 1e-4
+
+
+def test_checksums_name_the_weight_that_differs(sglang_engine: SGLangEngine, checkpoint: Path) -> None:
+    model = model_with(checkpoint, seed=7)
+    sglang_engine.update_weights(weights(model), 7)
+    ranks = sglang_engine._fleet.servers[0].control.post("/weights_checker", action="checksum")["ranks"]
+    tensors = {name: tensor.detach().clone() for name, tensor in weights(model)}
+    layout = Layout(1, 2, torch.float32, cuda=False)
+    assert differing(ranks, tensors.__getitem__, layout) == []
+    tensors["model.layers.1.self_attn.k_proj.weight"][0, 0] += 1e-6
+    assert differing(ranks, tensors.__getitem__, layout) == [
+        "model.layers.1.self_attn.qkv_proj.weight (rank 0)"
+    ]
+
+
+def test_a_refused_update_leaves_the_old_version_in_use(
+    sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
+) -> None:
+    engine = attach(sglang_engine, checkpoint, tmp_path, mode="distributed", bucket_size=40_000)
+    old = model_with(checkpoint, seed=8)
+    engine.update_weights(weights(old), 8)
+    new = list(weights(model_with(checkpoint, seed=9)))
+    new[-3] = (new[-3][0], torch.zeros(3, 5))  # after most of them were taken
+    taken: list[str] = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in new:
+            taken.append(name)
+            yield name, tensor
+
+    with pytest.raises(EngineError, match=r"weights 9 did not reach the engine: .*serves weights 8 again"):
+        engine.update_weights(stream(), 9)
+    assert taken == [name for name, _ in new]
+    samples = run(engine, prompts(4))
+    assert largest_difference(samples, old) < 1e-4
+    assert [s.weight_versions for s in samples] == [[8]] * 4
+    engine.close()
+
+
+def test_a_foreign_server_that_lost_its_weights_gets_them_again(
+    sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
+) -> None:
+    engine = attach(sglang_engine, checkpoint, tmp_path, start_limit=60.0)
+    model = model_with(checkpoint, seed=10)
+    engine.update_weights(weights(model), 10)
+    sglang_engine.update_weights(weights(model_with(checkpoint, seed=11)), 11)  # as after a restart
+    samples = run(engine, prompts(8))
+    assert largest_difference(samples, model) < 1e-4
+    engine.close()
+
+
+def test_samples_of_other_weights_are_refused(
+    sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
+) -> None:
+    engine = attach(sglang_engine, checkpoint, tmp_path, start_limit=2.0, health_interval=1e6)
+    engine.update_weights(weights(model_with(checkpoint, seed=12)), 12)
+    sglang_engine.update_weights(weights(model_with(checkpoint, seed=13)), 13)
+    with pytest.raises(EngineError, match=r"written by weights \[13\], the trainer's are 12"):
+        run(engine, prompts(2))
+    engine.close()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_abort_keeps_or_drops_what_was_written(
+    keep: bool, sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
+) -> None:
+    engine = attach(sglang_engine, checkpoint, tmp_path, keep_aborted=keep)
+    model = model_with(checkpoint, seed=14)
+    engine.update_weights(weights(model), 14)
+    samples = prompts(3)
+    thread = threading.Thread(target=run, args=(engine, samples), kwargs={"max_new_tokens": 480})
+    thread.start()
+    while not any(state["num_running_reqs"] for state in loads(engine)):
+        time.sleep(0.05)
+    engine.abort()
+    thread.join(60)
+    assert not thread.is_alive()
+    stopped = [s for s in samples if s.status is (Status.ABORTED if keep else Status.FAILED)]
+    assert stopped
+    for sample in stopped:
+        assert len(sample.tokens) == 3 + sample.response_length
+        assert (sample.response_length > 0) == keep
+        assert len(sample.rollout_log_probs) == sample.response_length < 480
+    kept = [s for s in samples if s.response_length]
+    assert largest_difference(kept, model) < 1e-4 if kept else not keep
+    assert all(s.response_length for s in run(engine, prompts(2)))
+    engine.close()
+
+
+def loads(engine: SGLangEngine) -> list[dict[str, Any]]:
+    answer = engine._fleet.servers[0].control.get("/v1/loads")
+    return list(answer["loads"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "changes", "message"),
+    [
+        ([5], {"top_p": 3.0}, r"SGLang refuses the request: top_p must be in"),
+        ([], {}, "empty prompt"),
+        ([5, 320], {}, "outside of the 320 of the vocabulary"),
+        ([5] * 512, {}, "leaves no room for a response in a context of 512"),
+    ],
+)
+def test_requests_that_no_server_takes(
+    tokens: list[int], changes: dict[str, Any], message: str, sglang_engine: SGLangEngine
+) -> None:
+    samples = prompts(2)
+    samples[1].tokens = tokens
+    with pytest.raises(ValueError, match=message):
+        run(sglang_engine, samples, **changes)
+    assert sglang_engine.health()  # a token outside of the vocabulary would have killed the server
+
+
+def test_sleep_waits_for_nobody_and_wakes_once(sglang_engine: SGLangEngine, checkpoint: Path) -> None:
+    for _ in range(2):
+        sglang_engine.sleep()
+        sglang_engine.sleep()
+        sglang_engine.wake()
+        sglang_engine.wake()
+        sglang_engine.update_weights(weights(model_with(checkpoint, seed=15)), 15)
+        assert run(sglang_engine, prompts(1))[0].weight_versions == [15]
+
+
+# ---- without a server ----------------------------------------------------------------------------------
+
+
+def test_buckets_are_as_large_as_allowed() -> None:
+    tensors = [(str(i), torch.zeros(n)) for i, n in enumerate([4, 4, 2, 20, 1])]
+    assert [[name for name, _ in b] for b in buckets(iter(tensors), 40)] == [["0", "1", "2"], ["3"], ["4"]]
+
+
+def test_the_store_holds_whole_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    store = WeightStore(str(checkpoint), str(tmp_path))
+    model = model_with(checkpoint, seed=1)
+    list(store.record(5, buckets(weights(model), 30_000)))
+    loaded = AutoModelForCausalLM.from_pretrained(store.path(5), dtype=torch.float32)
+    for (name, ours), theirs in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert AutoTokenizer.from_pretrained(store.path(5)).eos_token_id == 258
+    assert {n: t.shape for n, t in store.tensors(5)} == {n: t.shape for n, t in weights(model)}
+    stream = store.record(6, buckets(weights(model), 30_000))
+    next(stream)
+    assert not store.path(6).exists()
+    store.close()
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_store_left_by_a_killed_process_is_removed(checkpoint: Path, tmp_path: Path) -> None:
+    store = WeightStore(str(checkpoint), str(tmp_path))
+    name = store.root.name.split("-")
+    dead = tmp_path / "-".join([*name[:-2], "999999999", "abc"])
+    dead.mkdir()
+    other = WeightStore(str(checkpoint), str(tmp_path))
+    assert sorted(tmp_path.iterdir()) == sorted([store.root, other.root])
+
+
+@pytest.mark.parametrize(
+    ("world", "cuda", "changes", "places"),
+    [
+        (4, False, {}, [(0, 0)]),
+        (4, False, {"rollout_num_gpus": 2}, [(0, 0), (2, 0)]),
+        (1, False, {"rollout_num_gpus": 2}, [(0, 0), (0, 0)]),
+        (16, True, {"colocate": True, "rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 4},
+         [(0, 0), (4, 4), (8, 0), (12, 4)]),
+        (4, True, {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}, [(0, 4), (1, 6)]),
+    ],
+)  # fmt: skip
+def test_where_engines_live(
+    world: int, cuda: bool, changes: dict[str, Any], places: list[tuple[int, int]]
+) -> None:
+    nodes = max(1, world // 8)
+    config = PPOConfig.of(
+        hf_checkpoint="x", actor_num_nodes=nodes, actor_num_gpus_per_node=world // nodes, **changes
+    )
+    assert Plan.from_config(config, world, cuda=cuda).places == tuple(Place(*p) for p in places)
+
+
+def test_flags_of_the_user_come_last_and_as_written() -> None:
+    config = PPOConfig.of(
+        hf_checkpoint="x",
+        sglang_mem_fraction_static=0.4,
+        sglang_disable_radix_cache=True,
+        sglang_dtype="bfloat16",
+    )
+    arguments = Plan.from_config(config, 1, cuda=False).arguments
+    assert arguments[-5:] == ("--mem-fraction-static", "0.4", "--disable-radix-cache", "--dtype", "bfloat16")
+
+
+def test_a_server_behind_many_ranks_gets_its_share_of_requests() -> None:
+    config = PPOConfig.of(hf_checkpoint="x", sglang_server_concurrency=64, actor_num_gpus_per_node=8)
+    assert Plan.from_config(config, 8, cuda=False).concurrency == 8
+
+
+def test_heads_that_stand_on_several_ranks() -> None:
+    from ppo_lightning.engines.sglang_checksums import expected
+
+    rows = torch.arange(8.0)[:, None].expand(8, 3).contiguous()
+    tensors = {f"m.{n}_proj.weight": rows for n in "qkv"} | {"m.o_proj.weight": torch.arange(12.0).view(3, 4)}
+    layout = Layout(ranks=4, kv_heads=2, dtype=torch.float32, cuda=False)
+    fused = expected("m.qkv_proj.weight", 3, tensors.__getitem__, layout)
+    assert fused[:, 0].tolist() == [
+        6,
+        7,
+        4,
+        5,
+        6,
+        7,
+        4,
+        5,
+        6,
+        7,
+    ]  # two rows of q, the second head of k and of v
+    assert expected("m.o_proj.weight", 1, tensors.__getitem__, layout)[:, 0].tolist() == [1, 5, 9]
