@@ -2,7 +2,7 @@
 
     python benchmarks/head.py [--vocab 151936 --tokens 4096 --hidden 512] [--chunk-size N ...] [--entropy]
 
-Forward and backward, fp32, each way in a process of its own, whose peak resident memory beyond the inputs counts.
+Forward and backward, fp32; each way runs in its own process, and peak resident memory beyond inputs counts.
 The plain way at the default sizes needs about 10 GB.
 """
 
@@ -91,10 +91,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     base = run(None, options)
-    for name, result in [
-        ("plain", base),
-        *((f"chunk {c or 'default'}", run(c, options)) for c in options.chunk_size),
-    ]:
+    sizes: list[int | None] = [None, *options.chunk_size]
+    for size in sizes:
+        result = dict(base) if size is None else run(size, options)
+        name = "plain" if size is None else f"chunk {size or 'default'}"
         result |= {
             "memory_ratio": result["peak_mb"] / base["peak_mb"],
             "time_ratio": result["seconds"] / base["seconds"],

@@ -108,7 +108,7 @@ class MegatronCheckpoint(ModelCheckpoint):
     def _unsaved(self, trainer: pl.Trainer) -> bool:
         if self.save_top_k == 0 or self._should_skip_saving_checkpoint(trainer):
             return False
-        last = trainer.strategy.broadcast(self._last_on_disk())
+        last = trainer.strategy.broadcast(self._last_on_disk(trainer))
         return last is None or iteration_of(last) != trainer.global_step
 
     def _time_is_up(self, trainer: pl.Trainer) -> bool:
@@ -179,11 +179,13 @@ class MegatronCheckpoint(ModelCheckpoint):
         """Nothing: the last checkpoint is the one that the tracker names."""
 
     def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
-        last = self._last_on_disk()
+        last = self._last_on_disk(trainer)
         return set() if last is None else {str(last)}
 
-    def _last_on_disk(self) -> Path | None:
-        return None if self.dirpath is None else resume_path(self.dirpath)
+    def _last_on_disk(self, trainer: pl.Trainer) -> Path | None:
+        if self.dirpath is None:
+            return None
+        return resume_path(self.dirpath, auto_fallback=_strategy(trainer).checkpoint_io.auto_fallback)
 
 
 def _strategy(trainer: pl.Trainer) -> MegatronStrategy:

@@ -136,9 +136,7 @@ def _scattered(mask: Tensor, rows: Tensor, lengths: Tensor, width: int) -> Views
     """For rows with masked tokens before trainable ones."""
     height, longest = len(rows), mask.shape[1]
     source = _indices(mask.index_select(0, rows))
-    first = torch.arange(height, device=mask.device) * width - lengths.cumsum(0) + lengths
-    target = torch.arange(len(source), device=mask.device)
-    target += torch.repeat_interleave(first, lengths, output_size=len(source))
+    target = _indices(torch.arange(width, device=mask.device) < lengths[:, None])
 
     def close(x: Tensor) -> Tensor:
         packed = x.index_select(0, rows).view(-1).index_select(0, source)

@@ -117,9 +117,11 @@ def _rows(problems: Sequence[Problem]) -> list[dict[str, str]]:
 
 def _write_model(target: Path, training: Sequence[Problem], seed: int, settings: WarmStart | None) -> None:
     import torch
+    from transformers.utils import logging as transformers_logging
 
     from ppo_lightning.recipes import _warm_start
 
+    transformers_logging.disable_progress_bar()
     settings = settings or _warm_start.WarmStart()
     say(f"{target}: supervised warm start of {settings.steps} steps (about a minute)")
     started = time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ppo_lightning.config import PPOConfig
 from ppo_lightning.engines.base import SamplingParams
 from ppo_lightning.engines.sglang import SGLangEngine
+from ppo_lightning.engines.sglang_control import Control
 from ppo_lightning.engines.sglang_plan import Plan
 from ppo_lightning.samples import Sample
 from tests.tinymodel import make_tiny_model
@@ -37,30 +39,52 @@ def make_plan(checkpoint: Path, logs: Path, **changes: Any) -> Plan:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sglang_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("sglang") / "model"
     make_tiny_model(directory)
     return directory
 
 
 @pytest.fixture(scope="session")
-def sglang_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+def sglang_engine(
+    sglang_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SGLangEngine]:
     """Owns the server of the session. Weights are the checkpoint's only until a test sends others."""
     logging.getLogger("httpx").setLevel("WARNING")
-    plan = make_plan(checkpoint, tmp_path_factory.mktemp("sglang_logs"), check_equal=True, bucket_size=50_000)
-    engine = SGLangEngine(plan)
+    logs = tmp_path_factory.mktemp("sglang_logs")
+    engine = SGLangEngine(make_plan(sglang_checkpoint, logs, check_equal=True, bucket_size=50_000))
     yield engine
     engine.close()
 
 
 def url_of(engine: SGLangEngine) -> str:
-    return engine._fleet.servers[0].url
+    return control_of(engine).url
 
 
-def attach(engine: SGLangEngine, checkpoint: Path, logs: Path, **changes: Any) -> SGLangEngine:
-    """A second engine on the session's server, which to it is a foreign one."""
-    changes = {"urls": (url_of(engine),), "health_interval": 0.2} | changes
-    return SGLangEngine(make_plan(checkpoint, logs, **changes))
+def control_of(engine: SGLangEngine) -> Control:
+    assert engine._fleet is not None
+    return engine._fleet.servers[0].control
+
+
+@contextmanager
+def attach(
+    engine: SGLangEngine, checkpoint: Path, logs: Path, seed: int, **changes: Any
+) -> Iterator[tuple[SGLangEngine, PreTrainedModel]]:
+    """A second engine on the session's server, which to it is a foreign one, and the model whose weights it
+    has sent as version `seed`."""
+    made = SGLangEngine(make_plan(checkpoint, logs, **({"urls": (url_of(engine),)} | changes)))
+    try:
+        model = model_with(checkpoint, seed)
+        made.update_weights(weights(model), seed)
+        yield made, model
+    finally:
+        made.close()
+
+
+def forget_weights(engine: SGLangEngine, checkpoint: Path) -> None:
+    """What a server knows after its keeper has started it again."""
+    path = str(checkpoint)
+    control_of(engine).post("/update_weights_from_disk", model_path=path, weight_version="none")
 
 
 def model_with(checkpoint: Path, seed: int) -> PreTrainedModel:

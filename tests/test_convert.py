@@ -58,6 +58,13 @@ def hf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
     return directory
 
 
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("one")
+    make_tiny_model(directory, vocab_size=319)
+    return directory
+
+
 # bits -------------------------------------------------------------------------------------------------
 
 
@@ -195,15 +202,15 @@ def test_critic_from_a_policy_keeps_its_fresh_head(hf: Path, tmp_path: Path, for
 
 
 def test_finished_conversions_are_skipped_with_a_message(
-    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    qwen3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there, back = tmp_path / "megatron", tmp_path / "back"
-    assert to_torch_dist(hf, there)
-    assert to_hf(there, back, hf)
+    assert to_torch_dist(qwen3, there)
+    assert to_hf(there, back, qwen3)
     capsys.readouterr()
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
-    assert not to_torch_dist(hf, there)
-    assert not to_hf(there, back, hf)
+    assert not to_torch_dist(qwen3, there)
+    assert not to_hf(there, back, qwen3)
     assert capsys.readouterr().out.count("nothing to do") == 2
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
@@ -220,22 +227,22 @@ def test_finished_conversions_are_skipped_with_a_message(
     ],
     ids=["tracker", "metadata", "shard", "weights", "config", "record"],
 )
-def test_half_finished_conversions_are_done_again(hf: Path, tmp_path: Path, damage: Any) -> None:
+def test_half_finished_conversions_are_done_again(qwen3: Path, tmp_path: Path, damage: Any) -> None:
     there, back = tmp_path / "megatron", tmp_path / "back"
-    to_torch_dist(hf, there)
-    to_hf(there, back, hf)
+    to_torch_dist(qwen3, there)
+    to_hf(there, back, qwen3)
     damage(there, back)
-    assert to_torch_dist(hf, there) or to_hf(there, back, hf)
-    to_hf(there, back, hf)
-    assert_same_bits(hf, back)
-    assert not to_torch_dist(hf, there)
-    assert not to_hf(there, back, hf)
+    assert to_torch_dist(qwen3, there) or to_hf(there, back, qwen3)
+    to_hf(there, back, qwen3)
+    assert_same_bits(qwen3, back)
+    assert not to_torch_dist(qwen3, there)
+    assert not to_hf(there, back, qwen3)
 
 
-def test_killed_conversion_leaves_nothing_that_looks_whole(hf: Path, tmp_path: Path) -> None:
+def test_killed_conversion_leaves_nothing_that_looks_whole(qwen3: Path, tmp_path: Path) -> None:
     """Killed as soon as the first byte is on disk, the same command then does the whole of it."""
     target = tmp_path / "megatron"
-    process = multiprocessing.get_context("fork").Process(target=to_torch_dist, args=(hf, target))
+    process = multiprocessing.get_context("fork").Process(target=to_torch_dist, args=(qwen3, target))
     process.start()
     deadline = time.monotonic() + 60
     while not target.exists() and process.is_alive() and time.monotonic() < deadline:
@@ -243,7 +250,7 @@ def test_killed_conversion_leaves_nothing_that_looks_whole(hf: Path, tmp_path: P
     process.kill()
     process.join()
     assert not (target / "latest_checkpointed_iteration.txt").exists()
-    assert to_torch_dist(hf, target)
+    assert to_torch_dist(qwen3, target)
     assert [p.name for p in target.iterdir() if p.is_dir()] == ["release"]
 
 
@@ -256,8 +263,8 @@ def test_changed_source_is_converted_again(tmp_path: Path) -> None:
     assert_same_bits(tmp_path / "hf", tmp_path / "back")
 
 
-def test_other_peoples_files_are_never_replaced(hf: Path, tmp_path: Path) -> None:
-    to_torch_dist(hf, tmp_path / "megatron")
+def test_other_peoples_files_are_never_replaced(qwen3: Path, tmp_path: Path) -> None:
+    to_torch_dist(qwen3, tmp_path / "megatron")
     for name in ("home", "model", "run"):
         (tmp_path / name).mkdir()
     (tmp_path / "home/thesis.tex").write_text("years of work")
@@ -265,9 +272,9 @@ def test_other_peoples_files_are_never_replaced(hf: Path, tmp_path: Path) -> Non
     (tmp_path / "run/iter_0000020").mkdir()
     for name in ("home", "model"):
         with pytest.raises(CheckpointError, match=f"{name} holds other files already"):
-            to_hf(tmp_path / "megatron", tmp_path / name, hf)
+            to_hf(tmp_path / "megatron", tmp_path / name, qwen3)
     with pytest.raises(CheckpointError, match="run holds other files already"):
-        to_torch_dist(hf, tmp_path / "run")
+        to_torch_dist(qwen3, tmp_path / "run")
 
 
 # errors that name the thing ---------------------------------------------------------------------------
@@ -285,12 +292,12 @@ def _without(source: Path, target: Path, name: str, shape: tuple[int, ...] | Non
     return target
 
 
-def test_missing_and_misshapen_tensors_are_named(hf: Path, tmp_path: Path) -> None:
+def test_missing_and_misshapen_tensors_are_named(qwen3: Path, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
-    broken = _without(hf, tmp_path / "missing", name)
+    broken = _without(qwen3, tmp_path / "missing", name)
     with pytest.raises(WeightError, match=rf"1 tensors are missing in .*: {name}"):
         to_torch_dist(broken, tmp_path / "x")
-    broken = _without(hf, tmp_path / "shape", name, (5, 64))
+    broken = _without(qwen3, tmp_path / "shape", name, (5, 64))
     with pytest.raises(WeightError, match=rf"{name}' .*\(5, 64\).*\(128, 64\)"):
         to_torch_dist(broken, tmp_path / "x")
     assert not (tmp_path / "x/release").exists()
@@ -313,14 +320,14 @@ def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
         to_torch_dist(tmp_path, tmp_path / "x")
 
 
-def test_wrong_format_and_missing_reference_are_said(hf: Path, tmp_path: Path) -> None:
-    to_torch_dist(hf, tmp_path / "megatron")
+def test_wrong_format_and_missing_reference_are_said(qwen3: Path, tmp_path: Path) -> None:
+    to_torch_dist(qwen3, tmp_path / "megatron")
     with pytest.raises(CheckpointError, match="is a Hugging Face directory, not torch_dist"):
-        to_hf(hf, tmp_path / "x", hf)
+        to_hf(qwen3, tmp_path / "x", qwen3)
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         convert(tmp_path / "megatron", tmp_path / "x", source_format="torch_dist", target_format="hf")
     with pytest.raises(ValueError, match="TP 3 does not divide its 4 attention heads"):
-        to_torch_dist(hf, tmp_path / "x", tensor_model_parallel_size=3)
+        to_torch_dist(qwen3, tmp_path / "x", tensor_model_parallel_size=3)
 
 
 # a real model -----------------------------------------------------------------------------------------

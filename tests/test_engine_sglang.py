@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from ppo_lightning.engines.sglang_plan import Place, Plan
 from ppo_lightning.engines.weight_store import WeightStore, buckets
 from ppo_lightning.samples import Status
 from tests import sglang_fixtures as fixtures
+from tests.engine_contract import EngineContract
 from tests.sglang_fixtures import (
     attach,
+    control_of,
+    forget_weights,
     largest_difference,
     model_with,
     prompts,
@@ -28,39 +32,52 @@ from tests.sglang_fixtures import (
     weights,
 )
 
-checkpoint, sglang_engine = fixtures.checkpoint, fixtures.sglang_engine
+sglang_checkpoint, sglang_engine = fixtures.sglang_checkpoint, fixtures.sglang_engine
+
+
+@pytest.fixture
+def checkpoint(sglang_checkpoint: Path) -> Path:
+    return sglang_checkpoint
+
+
+class TestContract(EngineContract):
+    @pytest.fixture(scope="class")
+    def checkpoint(self, sglang_checkpoint: Path) -> Path:
+        return sglang_checkpoint
+
+    @pytest.fixture(scope="class")
+    def raw_engine(self, sglang_engine: SGLangEngine) -> SGLangEngine:
+        return sglang_engine
 
 
 @pytest.mark.parametrize("mode", ["tensor", "distributed", "disk"])
 def test_each_way_of_transfer_gives_the_server_the_weights(
     mode: str, sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
-    engine = attach(sglang_engine, checkpoint, tmp_path, mode=mode, check_equal=True, bucket_size=40_000)
-    for version in (3, 4):  # the second uses what the first has set up
-        model = model_with(checkpoint, seed=version)
-        engine.update_weights(weights(model), version)
+    changes = {"mode": mode, "check_equal": True, "bucket_size": 40_000}
+    with attach(sglang_engine, checkpoint, tmp_path, 3, **changes) as (engine, model):
         samples = run(engine, prompts(4))
         assert largest_difference(samples, model) < 1e-4
-        assert [s.weight_versions for s in samples] == [[version]] * 4
-    engine.close()
+        assert [s.weight_versions for s in samples] == [[3]] * 4
+        model = model_with(checkpoint, seed=4)
+        engine.update_weights(weights(model), 4)  # uses what the first has set up
+        assert largest_difference(run(engine, prompts(4)), model) < 1e-4
     assert sglang_engine.health()
 
 
 def test_an_update_empties_the_cache(sglang_engine: SGLangEngine, checkpoint: Path) -> None:
-    long = prompts(1)
-    long[0].tokens = list(range(10, 200))
     for version in (5, 6):
         model = model_with(checkpoint, seed=version)
         sglang_engine.update_weights(weights(model), version)
         samples = prompts(1)
-        samples[0].tokens = list(long[0].tokens)
+        samples[0].tokens = list(range(10, 200))
         assert largest_difference(run(sglang_engine, samples), model) < 1e-4
 
 
 def test_checksums_name_the_weight_that_differs(sglang_engine: SGLangEngine, checkpoint: Path) -> None:
     model = model_with(checkpoint, seed=7)
     sglang_engine.update_weights(weights(model), 7)
-    ranks = sglang_engine._fleet.servers[0].control.post("/weights_checker", action="checksum")["ranks"]
+    ranks = control_of(sglang_engine).post("/weights_checker", action="checksum")["ranks"]
     tensors = {name: tensor.detach().clone() for name, tensor in weights(model)}
     layout = Layout(1, 2, torch.float32, cuda=False)
     assert differing(ranks, tensors.__getitem__, layout) == []
@@ -73,9 +90,6 @@ def test_checksums_name_the_weight_that_differs(sglang_engine: SGLangEngine, che
 def test_a_refused_update_leaves_the_old_version_in_use(
     sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
-    engine = attach(sglang_engine, checkpoint, tmp_path, mode="distributed", bucket_size=40_000)
-    old = model_with(checkpoint, seed=8)
-    engine.update_weights(weights(old), 8)
     new = list(weights(model_with(checkpoint, seed=9)))
     new[-3] = (new[-3][0], torch.zeros(3, 5))  # after most of them were taken
     taken: list[str] = []
@@ -85,68 +99,61 @@ def test_a_refused_update_leaves_the_old_version_in_use(
             taken.append(name)
             yield name, tensor
 
-    with pytest.raises(EngineError, match=r"weights 9 did not reach the engine: .*serves weights 8 again"):
-        engine.update_weights(stream(), 9)
-    assert taken == [name for name, _ in new]
-    samples = run(engine, prompts(4))
-    assert largest_difference(samples, old) < 1e-4
-    assert [s.weight_versions for s in samples] == [[8]] * 4
-    engine.close()
+    with attach(sglang_engine, checkpoint, tmp_path, 8, mode="distributed", bucket_size=40_000) as (
+        engine,
+        old,
+    ):
+        with pytest.raises(
+            EngineError, match=r"weights 9 did not reach the engine: .*serves weights 8 again"
+        ):
+            engine.update_weights(stream(), 9)
+        assert taken == [name for name, _ in new]
+        samples = run(engine, prompts(4))
+        assert largest_difference(samples, old) < 1e-4
+        assert [s.weight_versions for s in samples] == [[8]] * 4
 
 
 def test_a_foreign_server_that_lost_its_weights_gets_them_again(
     sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
-    engine = attach(sglang_engine, checkpoint, tmp_path, start_limit=60.0)
-    model = model_with(checkpoint, seed=10)
-    engine.update_weights(weights(model), 10)
-    sglang_engine.update_weights(weights(model_with(checkpoint, seed=11)), 11)  # as after a restart
-    samples = run(engine, prompts(8))
-    assert largest_difference(samples, model) < 1e-4
-    engine.close()
+    with attach(sglang_engine, checkpoint, tmp_path, 10, health_interval=0.5) as (engine, model):
+        forget_weights(sglang_engine, checkpoint)
+        assert largest_difference(run(engine, prompts(8)), model) < 1e-4
 
 
 def test_samples_of_other_weights_are_refused(
     sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
-    engine = attach(sglang_engine, checkpoint, tmp_path, start_limit=2.0, health_interval=1e6)
-    engine.update_weights(weights(model_with(checkpoint, seed=12)), 12)
-    sglang_engine.update_weights(weights(model_with(checkpoint, seed=13)), 13)
-    with pytest.raises(EngineError, match=r"written by weights \[13\], the trainer's are 12"):
-        run(engine, prompts(2))
-    engine.close()
+    with attach(sglang_engine, checkpoint, tmp_path, 12, health_interval=1e6) as (engine, _):
+        forget_weights(sglang_engine, checkpoint)
+        engine._generator.plan = replace(engine._generator.plan, start_limit=2.0)
+        with pytest.raises(EngineError, match=r"written by weights \['none'\], the trainer's are 12"):
+            run(engine, prompts(2))
 
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_abort_keeps_or_drops_what_was_written(
     keep: bool, sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
-    engine = attach(sglang_engine, checkpoint, tmp_path, keep_aborted=keep)
-    model = model_with(checkpoint, seed=14)
-    engine.update_weights(weights(model), 14)
     samples = prompts(3)
-    thread = threading.Thread(target=run, args=(engine, samples), kwargs={"max_new_tokens": 480})
-    thread.start()
-    while not any(state["num_running_reqs"] for state in loads(engine)):
-        time.sleep(0.05)
-    engine.abort()
-    thread.join(60)
-    assert not thread.is_alive()
+    with attach(sglang_engine, checkpoint, tmp_path, 14, keep_aborted=keep) as (engine, model):
+        thread = threading.Thread(
+            target=run, args=(engine, samples), kwargs={"max_new_tokens": 480}, daemon=True
+        )
+        thread.start()
+        while not control_of(engine).get("/v1/loads")["loads"][0]["num_running_reqs"]:
+            time.sleep(0.05)
+        engine.abort()
+        thread.join(120)
+        assert not thread.is_alive()
+        assert all(s.response_length for s in run(engine, prompts(2)))  # a later call is no part of it
     stopped = [s for s in samples if s.status is (Status.ABORTED if keep else Status.FAILED)]
     assert stopped
     for sample in stopped:
         assert len(sample.tokens) == 3 + sample.response_length
         assert (sample.response_length > 0) == keep
         assert len(sample.rollout_log_probs) == sample.response_length < 480
-    kept = [s for s in samples if s.response_length]
-    assert largest_difference(kept, model) < 1e-4 if kept else not keep
-    assert all(s.response_length for s in run(engine, prompts(2)))
-    engine.close()
-
-
-def loads(engine: SGLangEngine) -> list[dict[str, Any]]:
-    answer = engine._fleet.servers[0].control.get("/v1/loads")
-    return list(answer["loads"])
+    assert largest_difference([s for s in samples if s.response_length], model) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -166,16 +173,6 @@ def test_requests_that_no_server_takes(
     with pytest.raises(ValueError, match=message):
         run(sglang_engine, samples, **changes)
     assert sglang_engine.health()  # a token outside of the vocabulary would have killed the server
-
-
-def test_sleep_waits_for_nobody_and_wakes_once(sglang_engine: SGLangEngine, checkpoint: Path) -> None:
-    for _ in range(2):
-        sglang_engine.sleep()
-        sglang_engine.sleep()
-        sglang_engine.wake()
-        sglang_engine.wake()
-        sglang_engine.update_weights(weights(model_with(checkpoint, seed=15)), 15)
-        assert run(sglang_engine, prompts(1))[0].weight_versions == [15]
 
 
 # ---- without a server ----------------------------------------------------------------------------------

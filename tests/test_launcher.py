@@ -20,25 +20,28 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from ppo_lightning.launchers.local import LocalLauncher
 
+def say(line):
+    os.write(1, (line + "\\n").encode())  # in one piece: the ranks share the pipe
+
 def work(case):
     rank = int(os.environ["LOCAL_RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    print(f"pid {rank} {os.getpid()} threads {os.environ['OMP_NUM_THREADS']}", flush=True)
+    say(f"pid {rank} {os.getpid()} threads {os.environ['OMP_NUM_THREADS']}")
     if case == f"raise{rank}":
         time.sleep(0.5)
         raise ValueError(f"boom on {rank}")
     if case in ("raise0", "raise1", "wait"):
-        print("waiting", flush=True)
+        say("waiting")
         dist.recv(__import__("torch").zeros(1), src=1 - rank)
     if case == "sleep":
-        print("waiting", flush=True)
+        say("waiting")
         time.sleep(60)
     dist.barrier()
     return rank
 
 def main():
     launcher = LocalLauncher(LightningEnvironment(), 2)
-    print("result", launcher.launch(work, sys.argv[1]), sys.argv[2:], flush=True)
+    say(f"result {launcher.launch(work, sys.argv[1])} {sys.argv[2:]}")
 
 if __name__ == "__main__":
     main()
@@ -76,6 +79,7 @@ def started(folder: Path, request: pytest.FixtureRequest) -> Iterator[Started]:
     process = subprocess.Popen(
         [sys.executable, "job.py", request.param], cwd=folder, env=environment(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # nohup ignores it
     )  # fmt: skip
     pids: dict[int, int] = {}
     waiting = 0

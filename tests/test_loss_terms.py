@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from ppo_lightning.losses import importance_weights, kl, ppo_loss, probability_ratio, value_loss
+from ppo_lightning.losses import (
+    KLController,
+    importance_weights,
+    kl,
+    ppo_loss,
+    probability_ratio,
+    token_weights,
+    value_loss,
+)
 
 GOLDEN = json.loads((Path(__file__).parent / "data/golden_ppo.json").read_text())
 KINDS = ["k1", "k2", "k3", "low_var_kl"]
@@ -17,15 +27,15 @@ KINDS = ["k1", "k2", "k3", "low_var_kl"]
 
 @pytest.mark.parametrize("kind", ["k1", "k3", "low_var_kl"])
 def test_golden_kl(kind: str) -> None:
-    given = GOLDEN["inputs"]["kl"]
-    got = kl(kind, torch.tensor(given["log_probs"]), torch.tensor(given["log_probs_base"]))
+    inputs = GOLDEN["inputs"]["kl"]
+    got = kl(kind, torch.tensor(inputs["log_probs"]), torch.tensor(inputs["log_probs_base"]))
     torch.testing.assert_close(got, torch.tensor(GOLDEN[f"kl_{kind}"]), rtol=1e-6, atol=1e-7)
 
 
 def test_golden_policy_loss() -> None:
-    given = GOLDEN["inputs"]["policy_loss"]
-    ratio = probability_ratio(-torch.tensor(given["old_minus_new"]), torch.zeros(6))
-    got = ppo_loss(ratio, torch.tensor(given["advantages"]), given["eps_clip"], given["eps_clip_high"])
+    inputs = GOLDEN["inputs"]["policy_loss"]
+    ratio = probability_ratio(-torch.tensor(inputs["old_minus_new"]), torch.zeros(6))
+    got = ppo_loss(ratio, torch.tensor(inputs["advantages"]), inputs["eps_clip"], inputs["eps_clip_high"])
     torch.testing.assert_close(torch.stack(got), torch.tensor(GOLDEN["pg_cNone"]), rtol=1e-6, atol=1e-7)
 
 
@@ -54,6 +64,31 @@ def test_importance_weights_are_truncated_on_both_sides() -> None:
     weight, cut = importance_weights(torch.tensor([0.0, 5.0, -5.0]), torch.zeros(3), 0.5, 2.0)
     assert weight.tolist() == [1.0, 2.0, 0.5]
     assert cut.tolist() == [0.0, 1.0, 1.0]
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=20))
+@example([0, 3, 5])
+@example([0, 0])
+@settings(max_examples=60, deadline=None)
+def test_token_weights_make_the_mean_of_the_batch(counts: list[int]) -> None:
+    live = [n for n in counts if n]
+    per_sample = token_weights(counts, per_token=False).tolist()
+    per_token = token_weights(torch.tensor(counts), per_token=True).tolist()
+    constant = token_weights(counts, per_token=False, constant_length=10).tolist()
+    for n, a, b, c in zip(counts, per_sample, per_token, constant):
+        assert a == pytest.approx(1 / len(live) / n if n else 0.0, rel=1e-6)
+        assert b == pytest.approx(1 / sum(live) if n else 0.0, rel=1e-6)
+        assert c == pytest.approx(1 / len(live) / 10 if n else 0.0, rel=1e-6)
+
+
+def test_kl_controller() -> None:
+    controller = KLController(0.2, target=6.0, horizon=10_000)
+    assert controller.observe(6.0, 256).coef == 0.2
+    assert controller.observe(6.6, 256).coef == pytest.approx(0.2 * (1 + 0.1 * 256 / 10_000))
+    assert controller.observe(600.0, 256).coef == pytest.approx(0.2 * (1 + 0.2 * 256 / 10_000))
+    assert controller.observe(0.0, 256).coef == pytest.approx(0.2 * (1 - 0.2 * 256 / 10_000))
+    assert controller.observe(float("nan"), 256).coef == 0.2
+    assert KLController(0.2).observe(9.0, 256).coef == 0.2
 
 
 # Below, expectations are exact sums over a vocabulary of five, and gradients are with respect to the logits

@@ -26,7 +26,7 @@ def run(launcher: str, out: Path, fault: str = "", **environment: str) -> subpro
         [sys.executable, SCRIPT, launcher, str(out), *([fault] if fault else [])],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         cwd=out,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )
@@ -106,7 +106,7 @@ def test_a_job_too_large_for_the_cluster_is_refused(cluster: Any) -> None:
         capture_output=True,
         text=True,
         env=os.environ | {"RAY_ADDRESS": cluster.address},
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode == 1
     assert "the job needs 3 CPUs" in done.stderr

@@ -45,9 +45,8 @@ def draw(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tenso
     total = cumulative[:, -1:]
     if params.top_p < 1 or 0 < params.top_k < logits.shape[-1]:
         cumulative = _nucleus(weights, params).cumsum(-1)
-    reach = cumulative[:, -1:]
-    # below the end even where the product rounds up to it: the last token kept is the last that can be drawn
-    target = torch.minimum(uniform[:, None] * reach, torch.nextafter(reach, torch.zeros_like(reach)))
+    # never rounds up to the end: `uniform` is at most 1 - 2**-24, and what that takes off is over half an ulp
+    target = uniform[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
     logprobs = scaled.gather(-1, tokens) - top - total.log()
     return tokens[:, 0], logprobs[:, 0]

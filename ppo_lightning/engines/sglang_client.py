@@ -67,7 +67,8 @@ class Generator:
         async def one(sample: Sample, seed: int) -> None:
             body = request(sample, params, seed, self.model)
             async with gate:
-                fill(sample, await self._answer(body, version), self.plan.keep_aborted)
+                answer = UNSENT if self._aborting else await self._answer(body, version)
+            fill(sample, answer, self.plan.keep_aborted)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -137,9 +138,11 @@ class Generator:
         meanwhile is not sent again before the next `generate`."""
         self._aborting = True
         async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
-            for rid in tuple(self._in_flight):
-                for worker in self.workers:  # only one knows it, the others take no notice
-                    await client.post(f"{worker}/abort_request", json={"rid": rid})
+            while self._aborting and self._in_flight:  # one that has not arrived yet is not known there
+                for rid in tuple(self._in_flight):
+                    for worker in self.workers:  # only one knows it, the others take no notice
+                        await client.post(f"{worker}/abort_request", json={"rid": rid})
+                await asyncio.sleep(0.05)
 
     async def healthy(self) -> bool:
         """Whether every server produces a token in time."""
@@ -238,6 +241,11 @@ def fill(sample: Sample, answer: dict[str, Any], keep_aborted: bool) -> None:
     sample.weight_versions = [v for v in versions(answer) if isinstance(v, int)]
 
 
+UNSENT: dict[str, Any] = {  # the answer to a request that an abort came before
+    "output_ids": [],
+    "text": "",
+    "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "none"},
+}
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 

@@ -10,15 +10,16 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 
 from ppo_lightning.megatron import checkpoint_files as files
+from ppo_lightning.megatron import checkpoint_publish as publishing
 from ppo_lightning.megatron import safe_pickle, torch_dist
 from ppo_lightning.megatron.checkpoint_files import (
     TRAINER_FILE,
     CheckpointError,
-    clean,
     critic_root,
     iteration_of,
     latest_iteration,
 )
+from ppo_lightning.megatron.checkpoint_publish import clean
 from ppo_lightning.megatron.checkpoint_save import Retention, Save, Shards
 from ppo_lightning.megatron.checkpoint_sources import (
     CriticSource,
@@ -126,23 +127,25 @@ class MegatronCheckpointIO(CheckpointIO):
         """The directory of every role for a resume from `path`, all bytes checked; the same on every rank.
 
         A damaged checkpoint is refused by name, or passed over for the one before it with `auto_fallback`."""
+        found: dict[str, Path] = {}
         actor = Path(path).absolute()
-        while True:
+        while not found:
             try:
-                return self._verified_pair(actor, roles, optimizer)
+                found = self._verified_pair(actor, "critic" in roles)
             except CheckpointError as error:
                 actor = fall_back(actor, str(error), self.auto_fallback, named_by_tracker=False)
-
-    def _verified_pair(self, actor: Path, roles: dict[str, Role], optimizer: bool) -> dict[str, Path]:
-        share = (dist.get_rank(), dist.get_world_size())
-        _together(lambda: files.problems(actor, contents=True, share=share))
-        found = {"actor": actor}
-        if "critic" in roles:
-            found["critic"] = critic_of(actor, critic_candidates(actor, self.config))
-            _together(lambda: files.problems(found["critic"], contents=True, share=share))
         for name, directory in found.items():
             if name in roles and optimizer:
                 _check_optimizer(roles[name], directory)
+        return found
+
+    def _verified_pair(self, actor: Path, critic: bool) -> dict[str, Path]:
+        share = (dist.get_rank(), dist.get_world_size())
+        _together(lambda: files.problems(actor, contents=True, share=share))
+        found = {"actor": actor}
+        if critic:
+            found["critic"] = critic_of(actor, critic_candidates(actor, self.config))
+            _together(lambda: files.problems(found["critic"], contents=True, share=share))
         return found
 
     def load_role(self, role: Role, directory: Path, *, optimizer: bool) -> None:
@@ -164,8 +167,8 @@ class MegatronCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete an actor's directory and its critic's. By one rank."""
         actor = Path(path).absolute()
-        files.remove(actor)
-        files.remove(self.critic_dir(actor))
+        publishing.remove(actor)
+        publishing.remove(self.critic_dir(actor))
 
 
 def _together(check: Callable[[], list[str]]) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints as files: layout, completeness, publication, trackers, retention. No torch, no process groups.
+"""Checkpoints as files: layout, trackers, manifests, completeness. No torch, no process groups.
 
     <save>/iter_0000020/                        the actor, the trainer's own state, the random states
     <save>/latest_checkpointed_iteration.txt    "20": the tracker, replaced after everything else is on disk
@@ -11,13 +11,10 @@ has a name.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +24,7 @@ import xxhash
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 TRAINER_FILE = "trainer.pt"
-_PARTIAL, _OLD = ".partial-", ".old-"
-_RENAME_EXCHANGE, _AT_FDCWD = 2, -100  # of linux/fs.h and fcntl.h
+PARTIAL = ".partial-"
 
 
 class CheckpointError(RuntimeError):
@@ -69,7 +65,7 @@ def iterations(root: str | Path) -> list[int]:
 
 def staging_dir(final: Path) -> Path:
     """Where the checkpoint that will be `final` is written."""
-    return final.with_name(_PARTIAL + final.name)
+    return final.with_name(PARTIAL + final.name)
 
 
 def critic_root(root: str | Path) -> Path:
@@ -103,7 +99,7 @@ def latest_iteration(root: str | Path) -> int | None:
 
 def write_tracker(root: Path, iteration: int) -> None:
     """Replace the tracker in one step."""
-    temporary = root / (_PARTIAL + TRACKER)
+    temporary = root / (PARTIAL + TRACKER)
     write_durably(temporary, str(iteration).encode())
     os.replace(temporary, root / TRACKER)
     sync(root)
@@ -177,96 +173,6 @@ def newest_whole(root: str | Path, before: int) -> int | None:
     """The newest iteration older than `before` in which nothing is missing or cut short."""
     older = [i for i in iterations(root) if i < before]
     return next((i for i in reversed(older) if not problems(iteration_dir(root, i))), None)
-
-
-# publication ------------------------------------------------------------------------------------------
-
-
-def publish(finals: Sequence[Path]) -> None:
-    """Move written checkpoints to their final places, then replace the trackers, each in the given order.
-
-    Give the actor's last: whoever finds it finds the critic's too.
-    """
-    for final in finals:
-        for directory in [staging_dir(final), *[p for p in staging_dir(final).rglob("*") if p.is_dir()]]:
-            sync(directory)
-        _replace_dir(staging_dir(final), final)
-    for final in finals:
-        iteration = iteration_of(final)
-        if iteration is not None:
-            write_tracker(final.parent, iteration)
-
-
-def _replace_dir(source: Path, target: Path) -> None:
-    """Rename a directory over another; one of the two is there at every moment, where the file system can."""
-    if target.is_symlink():
-        target.unlink()
-    if not target.exists():
-        os.rename(source, target)
-    elif _exchange(source, target):
-        shutil.rmtree(source)
-    else:
-        old = target.with_name(_OLD + target.name)
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(target, old)
-        os.rename(source, target)
-        shutil.rmtree(old)
-    sync(target.parent)
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Swap two directories atomically; False where the system has no such call."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    return renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
-
-
-def remove(path: Path) -> None:
-    """Delete a checkpoint; a kill half way leaves no directory that looks like one."""
-    if path.is_symlink():
-        path.unlink()
-        return
-    doomed = path.with_name(_PARTIAL + "removed-" + path.name)
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.rename(path, doomed)
-        shutil.rmtree(doomed)
-
-
-def clean(root: str | Path) -> list[Path]:
-    """Remove what killed saves left in `root`, put back what a killed replacement moved away."""
-    root = Path(root)
-    if not root.is_dir():
-        return []
-    left = [p for p in root.iterdir() if p.name.startswith((_PARTIAL, _OLD))]
-    for path in left:
-        target = path.with_name(path.name.removeprefix(_OLD))
-        if path.name.startswith(_OLD) and not target.exists():
-            os.rename(path, target)
-        elif path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    return left
-
-
-def prune(roots: Iterable[Path], newest: int, keep: int, protected: Iterable[int] = ()) -> list[int]:
-    """Delete all but `keep` iterations up to `newest` from `roots`; never a protected one, nor `newest`
-    itself.
-
-    Later ones, from before a return to an earlier checkpoint, are left alone. Nothing is deleted while
-    `newest` is not whole: it might be the last good one that went.
-    """
-    roots = list(roots)
-    if any(problems(iteration_dir(root, newest)) for root in roots):
-        return []
-    present = sorted({i for root in roots for i in iterations(root) if i < newest})
-    doomed = [i for i in present[: len(present) - max(keep - 1, 0)] if i not in set(protected)]
-    for iteration in doomed:
-        for root in reversed(roots):  # the actor's first: a critic alone is never mistaken for a checkpoint
-            remove(iteration_dir(root, iteration))
-    return doomed
 
 
 # bytes on disk ----------------------------------------------------------------------------------------

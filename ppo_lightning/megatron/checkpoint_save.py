@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ppo_lightning.megatron import checkpoint_files as files
+from ppo_lightning.megatron import checkpoint_publish as publishing
 from ppo_lightning.megatron import torch_dist
 from ppo_lightning.megatron.checkpoint_files import TRAINER_FILE, CheckpointError, iteration_of, staging_dir
 from ppo_lightning.megatron.optimizer import kind_of
@@ -60,6 +61,7 @@ class Save:
         directory, in the order of publication. Raises CheckpointError on every rank."""
         self.finals, self.retention = finals, retention
         self._started = time.monotonic()
+        self._device = shards.roles["actor"].topology.device
         self._thread: threading.Thread | None = None
         self._writes: dict[str, torch_dist.Write] = {}
         self._facts: dict[str, dict[str, Any]] = {}
@@ -73,9 +75,10 @@ class Save:
     def _make_staging(self) -> None:
         if dist.get_rank() != 0:
             return
-        for final in self.finals.values():
+        for final in reversed(self.finals.values()):
             final.parent.mkdir(parents=True, exist_ok=True)
-            files.clean(final.parent)
+            publishing.clean(final.parent)
+        for final in self.finals.values():
             staging_dir(final).mkdir()
         (staging_dir(self.finals["actor"]) / "rng").mkdir()
 
@@ -117,9 +120,7 @@ class Save:
 
     def written(self) -> bool:
         """Whether every rank's files are complete."""
-        alive = torch.tensor(float(self._thread is not None and self._thread.is_alive()))
-        if dist.get_backend() == "nccl":
-            alive = alive.cuda()
+        alive = torch.tensor(float(self._thread is not None and self._thread.is_alive()), device=self._device)
         dist.all_reduce(alive, dist.ReduceOp.MAX)
         return bool(alive == 0)
 
@@ -147,10 +148,10 @@ class Save:
         for name, final in self.finals.items():
             facts = dict(self._facts[name])
             files.write_manifest(staging_dir(final), facts.pop("digests"), **facts)
-        files.publish(list(self.finals.values()))
+        publishing.publish(list(self.finals.values()))
         newest, keep = iteration_of(self.finals["actor"]), self.retention.keep
         if newest is not None and keep is not None:
-            files.prune([f.parent for f in self.finals.values()], newest, keep, self.retention.protected)
+            publishing.prune([f.parent for f in self.finals.values()], newest, keep, self.retention.protected)
         log.info("checkpoint: %s (%.1f s)", self.finals["actor"], time.monotonic() - self._started)
 
     def drop(self) -> None:

@@ -72,8 +72,6 @@ def run_checkpoint(config: PPOConfig) -> Path | None:
     if model.save is not None and model.ckpt_step is None and not _same_place(model.save, model.load):
         own = resume_path(model.save, auto_fallback=fallback)
         if own is not None:
-            note = "%s: the run goes on from there, not from --load; an empty --save starts again"
-            rank_zero_only(log.info)(note, own)
             return own
     return None if model.finetune else resume_path(model.load, model.ckpt_step, auto_fallback=fallback)
 
@@ -155,22 +153,19 @@ class CriticSource:
 
 
 def critic_source(config: PPOConfig) -> CriticSource:
-    """Where the critic of a resolved configuration comes from; logged in one line. First that applies:
+    """Where the critic of a resolved configuration comes from. First that applies:
 
     the checkpoint that is resumed, with the critic of the same save (from --critic-load, --critic-save or
     <load>_critic); a checkpoint in --critic-load; <load>_critic with the iteration of the weights in --load;
-    the policy's weights with a new value head.
+    the policy's weights with a new value head. The strategy logs in one line what was taken.
     """
-    source = _critic_source(config)
-    rank_zero_only(log.info)(str(source))
-    return source
-
-
-def _critic_source(config: PPOConfig) -> CriticSource:
     model, given = config.model, config.critic.critic_load
     resumed = run_checkpoint(config)
-    if resumed is not None:
-        return CriticSource("resumed", critic_of(resumed, critic_candidates(resumed, config)))
+    while resumed is not None:
+        try:
+            return CriticSource("resumed", critic_of(resumed, critic_candidates(resumed, config)))
+        except CheckpointError as error:
+            resumed = fall_back(resumed, str(error), model.auto_fallback, named_by_tracker=False)
     named = weights_in(given) if given is not None else None
     if named is not None:
         return CriticSource("critic", named)
@@ -186,6 +181,9 @@ def policy_source(config: PPOConfig, role: str) -> Path:
     """First weights of the "actor" (--load, else --ref-load, else --hf-checkpoint) or the "reference" (the
     same without --load)."""
     model = config.model
+    resumed = run_checkpoint(config) if role == "actor" else None
+    if resumed is not None:
+        return resumed
     loaded = weights_in(model.load, model.ckpt_step) if role == "actor" and model.load is not None else None
     if loaded is not None:
         return loaded

@@ -26,11 +26,11 @@ from ppo_lightning.megatron.checkpoint_files import (
     CheckpointError,
     iterations,
     problems,
-    publish,
     staging_dir,
     write_durably,
     write_manifest,
 )
+from ppo_lightning.megatron.checkpoint_publish import publish
 from ppo_lightning.megatron.checkpoint_sources import weights_in
 from ppo_lightning.megatron.first_weights import load_weights
 from ppo_lightning.megatron.hf_files import COMPANIONS, HFDirectory, save_hf

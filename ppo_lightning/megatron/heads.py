@@ -73,7 +73,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         # a rank without columns keeps the lowest finite maximum: its share of the sums becomes exactly 0
         peak = hidden.new_full((hidden.size(0),), torch.finfo(dtype).min, dtype=dtype)
         total, weighted, chosen = (torch.zeros_like(peak) for _ in range(3))
-        buffer = peak.new_empty(min(chunk_size, hidden.size(0)), columns)
+        buffer, spare = _buffers(peak, min(chunk_size, hidden.size(0)), columns, entropy)
         for rows in _chunks(hidden.size(0) if columns else 0, chunk_size):
             logits = torch.mm(
                 _scaled(hidden[rows], dtype, temperature), vocabulary.T, out=buffer[: _length(rows)]
@@ -82,12 +82,10 @@ class VocabParallelLogProbs(torch.autograd.Function):
             logits.sub_(peak[rows, None])
             safe = local_targets[rows].clamp(0, columns - 1)
             chosen[rows] = logits.gather(1, safe[:, None]).squeeze(1)
-            if entropy:
-                exponentials = logits.exp()
-                weighted[rows] = logits.mul_(exponentials).sum(1)
-            else:
-                exponentials = logits.exp_()
+            exponentials = torch.exp(logits, out=spare[: _length(rows)])
             total[rows] = exponentials.sum(1)
+            if entropy:
+                weighted[rows] = exponentials.mul_(logits).sum(1)
 
         logprobs, normalizer, entropies = _combine(peak, total, weighted, chosen, here, group)
         ctx.save_for_backward(hidden, weight, local_targets.masked_fill(~here, -1), normalizer, entropies)
@@ -109,27 +107,31 @@ class VocabParallelLogProbs(torch.autograd.Function):
         if ctx.entropy:
             wanted = wanted | (grad_entropies != 0)
         active = wanted.nonzero().squeeze(1)  # masked and clipped tokens cost nothing and cannot spread a NaN
-        buffer = normalizer.new_empty(min(ctx.chunk_size, active.numel()), columns)
+        buffer, spare = _buffers(normalizer, min(ctx.chunk_size, active.numel()), columns, ctx.entropy)
         for chunk in _chunks(active.numel() if columns else 0, ctx.chunk_size):
             rows = active[chunk]
             scaled = _scaled(hidden[rows], dtype, ctx.temperature)
             logits = torch.mm(scaled, vocabulary.T, out=buffer[: rows.numel()])
             logits.sub_(normalizer[rows, None])  # now log p
             slope = grad_logprobs[rows, None]
+            slopes = torch.exp(logits, out=spare[: rows.numel()])
             if ctx.entropy:
-                probabilities = logits.exp()
-                logits.add_(entropies[rows, None]).mul_(-grad_entropies[rows, None]).sub_(slope).mul_(
-                    probabilities
-                )
+                slopes.mul_(logits.add_(entropies[rows, None]).mul_(-grad_entropies[rows, None]).sub_(slope))
             else:
-                logits.exp_().mul_(-slope)
+                slopes.mul_(-slope)
             here = (targets[rows] >= 0).nonzero().squeeze(1)
-            logits[here, targets[rows][here]] += slope[here, 0]
+            slopes[here, targets[rows][here]] += slope[here, 0]
             if grad_hidden is not None:
-                grad_hidden[rows] = torch.mm(logits, vocabulary).div_(ctx.temperature)
+                grad_hidden[rows] = torch.mm(slopes, vocabulary).div_(ctx.temperature)
             if grad_weight is not None:
-                grad_weight[:columns].addmm_(logits.T, scaled)
+                grad_weight[:columns].addmm_(slopes.T, scaled)
         return grad_hidden, grad_weight, *(None,) * 6
+
+
+def _buffers(like: Tensor, rows: int, columns: int, two: bool) -> tuple[Tensor, Tensor]:
+    """Room for one chunk's logits and their exponentials: the same where the logits are not needed again."""
+    buffer = like.new_empty(rows, columns)
+    return buffer, torch.empty_like(buffer) if two else buffer
 
 
 def _chunks(size: int, chunk_size: int) -> list[slice]:

@@ -75,6 +75,7 @@ class MegatronStrategy(MegatronProcesses):
             checkpoint_io=checkpoint_io or MegatronCheckpointIO(),
         )
         self.roles: dict[str, Role] = {}
+        self._unread: dict[str, str] = {}  # role -> where its first weights lie
         self.use_distributed_optimizer = use_distributed_optimizer
         self._model_options = {
             "bf16": bf16,
@@ -143,9 +144,9 @@ class MegatronStrategy(MegatronProcesses):
 
     def load_weights(self, role: str, path: str) -> None:
         """Weights from a Hugging Face or a `torch_dist` directory (ours or Megatron-LM's). A critic keeps
-        its fresh value head where `path` holds a policy. Collective."""
-        with self.resident(role):
-            load_weights(self.roles[role], path)
+        its fresh value head where `path` holds a policy. They are read when the role is first used, unless a
+        checkpoint fills it before. Reading is collective."""
+        self._unread[role] = path
 
     def weights(self, role: str) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor), one after another, on every rank. Collective: every rank must
@@ -168,6 +169,9 @@ class MegatronStrategy(MegatronProcesses):
     def activate(self, role: str) -> None:
         """Bring a role's state onto the device."""
         self._offload.activate(self.roles[role])
+        path = self._unread.pop(role, None)
+        if path is not None:
+            rank_zero_info(f"{role}: {load_weights(self.roles[role], path)}")
 
     def deactivate(self, role: str) -> None:
         """Let a role's state leave the device until it is needed again."""
@@ -256,10 +260,10 @@ class MegatronStrategy(MegatronProcesses):
         places = self._io.verified(self.broadcast(str(checkpoint_path)), trained, optimizer=fitting)
         for name, directory in places.items():
             if name in trained:
+                self._unread.pop(name, None)
                 with self.resident(name):
                     self._io.load_role(trained[name], directory, optimizer=fitting)
-        if "critic" in places:
-            rank_zero_info(f"critic: goes on from {places['critic']}")
+                rank_zero_info(f"{name}: goes on from {directory}")
         self._pending_rng = self._io.load_rng(places["actor"])
         return self._io.load_checkpoint(places["actor"])
 

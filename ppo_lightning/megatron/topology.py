@@ -138,3 +138,6 @@ def initialize(
 def destroy() -> None:
     """Forget Megatron's groups; the default process group stays."""
     parallel_state.destroy_model_parallel()
+    for name, value in vars(parallel_state).copy().items():
+        if isinstance(value, dist.ProcessGroup):  # some are left behind, with their threads
+            setattr(parallel_state, name, None)

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from ppo_lightning.megatron import cpu, model  # noqa: F401  (imported for the children)
 
@@ -117,6 +118,21 @@ def _receive(
     return None
 
 
+def _forget_groups() -> list[Any]:
+    """Make the groups of the test process unknown in this child, and return them, to be kept: destroying one
+    here waits for threads that only the parent has."""
+    world = dist.distributed_c10d._world
+    kept: list[Any] = [*vars(parallel_state).values(), *world.pg_map]
+    for name, value in vars(parallel_state).copy().items():
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
+    parallel_state.destroy_model_parallel()
+    torch._C._distributed_c10d._unregister_all_process_groups()
+    dist.distributed_c10d._world = dist.distributed_c10d._World()
+    dist.GroupMember.WORLD = None
+    return kept
+
+
 def _child(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -134,6 +150,7 @@ def _child(
     faulthandler.dump_traceback_later(max(1.0, timeout - 2), file=sys.__stderr__ or 2)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
+    inherited = _forget_groups()
     try:
         if store is not None:
             limit = timedelta(seconds=timeout)
@@ -146,6 +163,7 @@ def _child(
         writer.send_bytes(pickle.dumps((time.monotonic(), False, "\n".join(lines[-30:]))))
         code = 1
     writer.close()
+    assert inherited is not None
     if code == 0 and dist.is_initialized():
         with suppress(RuntimeError):  # a peer that has left already is no failure: every result is in
             dist.barrier()

@@ -17,10 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from ppo_lightning.megatron import checkpoint_files as files
+from ppo_lightning.megatron import checkpoint_publish as publishing
+from ppo_lightning.megatron import torch_dist
 from ppo_lightning.megatron.checkpoint import Retention, resume_path
 from ppo_lightning.megatron.checkpoint_sources import critic_of
+from ppo_lightning.megatron.heads import fresh_value_head
+from ppo_lightning.megatron.offload import Offload
 from ppo_lightning.megatron.optimizer import inner_optimizers
 from ppo_lightning.megatron.strategy import MegatronStrategy
 from tests.distributed.ranks import RankError, run_ranks
@@ -159,6 +164,7 @@ def two_saves(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def save_twice(rank: int, world: int, model_dir: str, root: str) -> None:
     strategy = build(world, model_dir, {}, ("actor", "critic"))
     for step in (1, 2):
+        train(strategy, 1)
         save(strategy, f"{root}/iter_{step:07d}", step, note=f"step {step}")
 
 
@@ -324,7 +330,7 @@ def killed_save(
         return call
 
     os.fsync, os.rename, os.replace = counted(os.fsync), counted(os.rename), counted(os.replace)
-    files._exchange = counted(files._exchange)
+    publishing._exchange = counted(publishing._exchange)
     shutil.rmtree = counted(shutil.rmtree)
     save(strategy, f"{root}/iter_0000002", 2, note="step 2")
     strategy.finish_saves()
@@ -359,7 +365,7 @@ def test_a_killed_save_leaves_the_former_checkpoint_whole(
             break
         killed += 1
         for place in (root, root.with_name("save_critic")):
-            files.clean(place)
+            publishing.clean(place)
             assert not [p for p in place.iterdir() if p.name.startswith(".")]
         actor = resume_path(root)
         assert actor is not None
@@ -387,3 +393,89 @@ def read_with_megatron(rank: int, world: int, directory: str) -> dict[str, Any]:
     common = dist_checkpointing.load_common_state_dict(directory)
     shapes = {k: tuple(v.shape) for k, v in plain.items() if torch.is_tensor(v)}
     return shapes | {"iteration": common["iteration"]}
+
+
+# first weights ----------------------------------------------------------------------------------------
+
+
+def save_weights(rank: int, world: int, model_dir: str, root: str, per_layer: bool) -> None:
+    """As other tools leave them: weights alone, no manifest."""
+    strategy = build(world, model_dir, PP2 if world == 2 else {}, ("actor",))
+    strategy.activate("actor")
+    final = Path(root) / "release"
+    if rank == 0:
+        final.mkdir(parents=True)
+    strategy.barrier()
+    state = strategy.roles["actor"].sharded_state(optimizer=False, per_layer_keys=per_layer)
+    write = torch_dist.Write(state, final, snapshot=False)
+    write.write()
+    write.finish()
+    (Path(root) / files.TRACKER).write_text("release")
+
+
+def read_weights(rank: int, world: int, model_dir: str, path: str) -> dict[str, dict[str, torch.Tensor]]:
+    strategy = make_strategy(world, **(TP2 if world == 2 else {}))
+    for role in ("actor", "critic"):
+        strategy.setup_model(role, model_dir, optimizer=OPTIONS if role == "critic" else None)
+        strategy.load_weights(role, path)
+    return {r: {k: v.clone() for k, v in strategy.weights(r)} for r in strategy.roles}
+
+
+@pytest.mark.parametrize("per_layer", [False, True], ids=["stacked layers", "single layers"])
+def test_weights_of_other_tools_load_and_a_critic_keeps_its_fresh_head(
+    model_dir: str, tmp_path: Path, per_layer: bool
+) -> None:
+    run_ranks(save_weights, 2, model_dir, str(tmp_path / "other"), per_layer)
+    want = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict()
+    for found in run_ranks(read_weights, 2, model_dir, str(tmp_path / "other")):
+        assert found["actor"].keys() == want.keys() - {"lm_head.weight"}
+        assert all(torch.equal(tensor, want[name]) for name, tensor in found["actor"].items())
+        head = found["critic"].pop("score.weight")
+        assert torch.equal(head, fresh_value_head(64, 1234))
+        assert found["critic"].pop("score.bias") == 0
+        assert all(torch.equal(tensor, want[name]) for name, tensor in found["critic"].items())
+
+
+def test_a_trained_critic_brings_its_head(model_dir: str, two_saves: Path) -> None:
+    critic = str(two_saves.with_name("save_critic"))
+    (found,) = run_ranks(read_critic, 1, model_dir, critic)
+    assert not torch.equal(found["score.weight"], fresh_value_head(64, 1234))
+
+
+def read_critic(rank: int, world: int, model_dir: str, path: str) -> dict[str, torch.Tensor]:
+    strategy = make_strategy(world)
+    strategy.setup_model("critic", model_dir, optimizer=OPTIONS)
+    strategy.load_weights("critic", path)
+    return {k: v.clone() for k, v in strategy.weights("critic")}
+
+
+# making room ------------------------------------------------------------------------------------------
+
+
+def train_offloaded(rank: int, world: int, model_dir: str, directory: str | None, root: str) -> Any:
+    offload = Offload() if directory is None else Offload("disk", Path(directory))
+    strategy = build(world, model_dir, {"offload": offload}, ("actor", "critic"))
+    torch.manual_seed(3)
+    for role in strategy.roles:
+        strategy.deactivate(role)
+    seen = [row[:3] for row in train(strategy, 1)]
+    sizes = []
+    for role in strategy.roles:
+        strategy.deactivate(role)
+        sizes.append(sum(p.untyped_storage().nbytes() for p in strategy.roles[role].models[0].parameters()))
+    save(strategy, f"{root}/iter_0000001", 1)
+    assert directory is None or list(Path(directory).iterdir()) == []
+    seen += [row[:3] for row in train(strategy, 1)]
+    return seen, tensors(strategy), sizes
+
+
+def test_offload_to_disk_frees_memory_and_changes_no_bit(model_dir: str, tmp_path: Path) -> None:
+    (stayed,) = run_ranks(train_offloaded, 1, model_dir, None, str(tmp_path / "a"))
+    (moved,) = run_ranks(train_offloaded, 1, model_dir, str(tmp_path / "room"), str(tmp_path / "b"))
+    assert moved[:2] == stayed[:2]
+    assert all(away < there / 50 for away, there in zip(moved[2], stayed[2]))
+    for root in ("{}", "{}_critic"):
+        a, b = (files.read_manifest(tmp_path / root.format(x) / "iter_0000001") for x in "ab")
+        assert a is not None
+        assert b is not None
+        assert a.files["__0_0.distcp"] == b.files["__0_0.distcp"]
