@@ -102,12 +102,12 @@ def main() -> None:
         if options.json:
             print(json.dumps({"head": name, **result}), flush=True)
             continue
-        print(
-            f"{name:15s} peak {result['peak_mb']:8.0f} MB ({result['memory_ratio']:6.1%})   "
-            f"{result['seconds']:6.2f} s ({result['time_ratio']:.2f}x), {result['cpu_seconds']:6.2f} s of CPU   "
-            f"|grad| {result['gradients'][0]:.6g} {result['gradients'][1]:.6g}",
-            flush=True,
+        memory = f"peak {result['peak_mb']:6.0f} MB ({result['memory_ratio']:6.1%})"
+        times = (
+            f"{result['seconds']:7.2f} s ({result['time_ratio']:.2f}x), {result['cpu_seconds']:6.2f} s of CPU"
         )
+        norms = " ".join(f"{norm:.6g}" for norm in result["gradients"])
+        print(f"{name:15s} {memory}   {times}   |grad| {norms}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ppo_lightning.callbacks.checkpoint import MegatronCheckpoint
     from ppo_lightning.callbacks.critic_warmup import CriticWarmupCallback
+    from ppo_lightning.callbacks.debug_rollout import LoadRollouts, SaveRollouts
     from ppo_lightning.callbacks.evaluation import EvalCallback
     from ppo_lightning.callbacks.offload import OffloadCallback
+    from ppo_lightning.callbacks.overlong import OverlongCallback
     from ppo_lightning.callbacks.progress import ProgressCallback
     from ppo_lightning.callbacks.reward import RewardCallback
     from ppo_lightning.callbacks.rollout import RolloutCallback
     from ppo_lightning.callbacks.samples import SamplesCallback
     from ppo_lightning.callbacks.weight_sync import WeightSyncCallback
-
     from ppo_lightning.hooks import PPOCallback
 
 _HOMES = {
+    "SaveRollouts": "ppo_lightning.callbacks.debug_rollout",
+    "OverlongCallback": "ppo_lightning.callbacks.overlong",
+    "LoadRollouts": "ppo_lightning.callbacks.debug_rollout",
     "CriticWarmupCallback": "ppo_lightning.callbacks.critic_warmup",
     "EvalCallback": "ppo_lightning.callbacks.evaluation",
     "MegatronCheckpoint": "ppo_lightning.callbacks.checkpoint",
@@ -33,13 +37,16 @@ _HOMES = {
 __all__ = [
     "CriticWarmupCallback",
     "EvalCallback",
+    "LoadRollouts",
     "MegatronCheckpoint",
     "OffloadCallback",
+    "OverlongCallback",
     "PPOCallback",
     "ProgressCallback",
     "RewardCallback",
     "RolloutCallback",
     "SamplesCallback",
+    "SaveRollouts",
     "WeightSyncCallback",
 ]
 

@@ -60,7 +60,7 @@ class RolloutCallback(PPOCallback):
         samples = share_of_samples(
             prompts, config.rollout.n_samples_per_prompt, trainer.global_rank, trainer.world_size
         )
-        seeds = [seed_of(config, rollout.index, s) for s in samples]
+        seeds = [seed_of(config, rollout.index, rollout.draw, s) for s in samples]
         self.write(samples, training_params(config), seeds)
         rollout.samples = samples
 
@@ -111,10 +111,11 @@ def share_of_samples(prompts: Sequence[Prompt], n: int, rank: int, world: int) -
     ]
 
 
-def seed_of(config: PPOConfig, rollout: int, sample: Sample) -> int:
-    """By the sample's place in the whole rollout, so that the number of ranks has no part in it."""
+def seed_of(config: PPOConfig, rollout: int, draw: int, sample: Sample) -> int:
+    """By the sample's place in the whole rollout, so that the number of ranks has no part in it. `draw`
+    counts the further draws of dynamic sampling."""
     base = sample_seed(config.optimizer.seed, config.data.rollout_seed, 0, 0)
-    return sample_seed(base, rollout, sample.group_index, sample.index)
+    return sample_seed(base, rollout | draw << 32, sample.group_index, sample.index)
 
 
 def training_params(config: PPOConfig) -> SamplingParams:

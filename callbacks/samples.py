@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from ppo_lightning.module import PPOModule
-    from ppo_lightning.samples import Experience
+    from ppo_lightning.samples import Sample
 
 
 class SamplesCallback(PPOCallback):
@@ -30,11 +30,11 @@ class SamplesCallback(PPOCallback):
         kept = [line for line in lines if _rollout_of(line) < trainer.global_step]
         self.path.write_text("".join(kept), encoding="utf-8")
 
-    def on_experience_end(self, trainer: pl.Trainer, module: PPOModule, experience: Experience) -> None:
+    def on_samples_end(self, trainer: pl.Trainer, module: PPOModule, samples: list[Sample]) -> None:
         if not trainer.is_global_zero:
             return
         with self.path.open("a", encoding="utf-8") as file:
-            for sample in module.rollout.samples[: self.count]:
+            for sample in samples[: self.count]:
                 row = {
                     "rollout": module.rollout.index,
                     "index": sample.index,

@@ -26,6 +26,9 @@ class PPOCallback(pl.Callback):
     def on_reward(self, trainer: pl.Trainer, module: PPOModule, samples: list[Sample]) -> None:
         """Score this rank's samples: `sample.add_reward(value)`."""
 
+    def on_samples_end(self, trainer: pl.Trainer, module: PPOModule, samples: list[Sample]) -> None:
+        """The whole scored rollout, the same on every rank; after dynamic sampling and masking."""
+
     def on_experience_end(self, trainer: pl.Trainer, module: PPOModule, experience: Experience) -> None:
         """Old values, old and reference log-probs of this data rank's samples are there."""
 

@@ -12,7 +12,11 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-NOISE = (r".*treespec.*is deprecated.*", r".*does not have many workers.*")
+NOISE = (
+    r".*Total length of `list` across ranks is zero.*",
+    r".*treespec.*is deprecated.*",
+    r".*does not have many workers.*",
+)
 ANNOUNCEMENTS = (
     "GPU available",
     "TPU available",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from ppo_lightning import advantages, experience, losses, packing
 from ppo_lightning.hooks import emit
+from ppo_lightning.loop import DynamicSampling, NonFiniteUpdateError, Rollout, RolloutDone, initial_weights
+from ppo_lightning.masked import masked_sum
 from ppo_lightning.megatron.optimizer import OptimizerOptions
 from ppo_lightning.metrics import experience_metrics, mean_of, rollout_metrics
 from ppo_lightning.samples import Experience, Prompt, Sample, require
@@ -25,33 +27,6 @@ if TYPE_CHECKING:
     from ppo_lightning.config import PPOConfig
     from ppo_lightning.engines.base import Engine
     from ppo_lightning.megatron.strategy import MegatronStrategy
-
-
-@dataclass(slots=True)
-class Rollout:
-    """What the callbacks fill during one iteration."""
-
-    index: int  # rollouts done before this one
-    prompts: list[Prompt]
-    samples: list[Sample] | None = None  # this rank's share until the rewards are in, then the whole rollout
-    train_actor: bool = True  # the critic warm-up sets it to False
-    times: dict[str, float] = field(default_factory=dict)  # seconds by stage
-
-
-class NonFiniteUpdateError(RuntimeError):
-    """Too many optimizer steps in a row were skipped."""
-
-
-class RolloutDone(torch.optim.Optimizer):
-    """The one optimizer that Lightning sees: its step means "one rollout done", which is what `global_step`
-    counts."""
-
-    def __init__(self) -> None:
-        super().__init__([torch.nn.Parameter(torch.zeros(()), requires_grad=False)], {})
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        if closure is not None:
-            closure()
 
 
 class PPOModule(pl.LightningModule):
@@ -72,11 +47,14 @@ class PPOModule(pl.LightningModule):
         self.estimator = advantages.estimator(config.algorithm.advantage_estimator)
         self.has_critic = self.estimator.needs_critic
         self.has_reference = config.kl
+        self.sampling = DynamicSampling(config) if config.rollout.dynamic_sampling_filter_path else None
 
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> None:
         """One PPO iteration: prompts in, updated actor and critic out."""
         started = time.perf_counter()
         samples = self.generate(prompts)
+        if self.config.debug.debug_rollout_only:
+            return self.end_rollout(rollout_metrics(samples), time.perf_counter() - started)
         plan = self.plan(samples)
         share = self.share(samples, plan)
         if self.has_critic:
@@ -89,41 +67,56 @@ class PPOModule(pl.LightningModule):
             share.old_logprobs = self.infer("actor", "logprobs", share, plan)
         self.emit("on_experience_end", share)
         share.advantages, share.returns = self.advantages(share)
+        self.adapt_kl(share, len(samples))
         self.emit("on_advantages_end", share)
 
         metrics = rollout_metrics(samples) | experience_metrics(share, self.strategy.reduce_over_data)
         if self.has_critic:
             self.emit("on_critic_update_start")
-            metrics |= self.update("critic", self.value_objective(), share, plan)
+            metrics |= self.update("critic", share, plan)
             self.emit("on_critic_update_end")
         if self.rollout.train_actor:
             self.emit("on_actor_update_start")
-            metrics |= self.update("actor", self.policy_objective(), share, plan)
+            metrics |= self.update("actor", share, plan)
             self.emit("on_actor_update_end")
             self.weight_version += 1
             with self.timed("weight_sync"):
                 self.emit("on_weights_updated", self.weight_version)
-        self.log_rollout(metrics, samples, time.perf_counter() - started)
-        self.optimizers().step()
-        self.trainer.datamodule.commit()
+        self.end_rollout(metrics, time.perf_counter() - started)
 
     # ---- the stages ----------------------------------------------------------------------------------------
 
     def generate(self, prompts: list[Prompt]) -> list[Sample]:
         """Responses and rewards of the whole rollout, in its order, on every rank."""
         self.rollout = Rollout(self.trainer.global_step, prompts)
+        samples = self.draw(prompts)
+        if self.sampling is not None:
+            samples = self.sampling.fill(samples, self.draw_more)
+        if self.config.algorithm.mask_truncated_samples:
+            for sample in samples:
+                sample.mask_if_truncated()
+        self.rollout.samples = samples
+        self.emit("on_samples_end", samples)
+        return samples
+
+    def draw(self, prompts: list[Prompt]) -> list[Sample]:
+        """Generate and score `prompts`, each rank its share; everyone's samples in order."""
         with self.timed("rollout"):
+            self.rollout.samples = None
             self.emit("on_rollout_start", prompts)
             mine = require(self.rollout.samples, "module.rollout.samples", "RolloutCallback")
             self.emit("on_rollout_end", mine)
         with self.timed("reward"):
             self.score(mine)
             everyone = [s for part in self.strategy.gather_objects(mine) for s in part]
-        self.rollout.samples = sorted(everyone, key=lambda s: s.index)
-        if self.config.algorithm.mask_truncated_samples:
-            for sample in self.rollout.samples:
-                sample.mask_if_truncated()
-        return self.rollout.samples
+        return sorted(everyone, key=lambda s: s.index)
+
+    def draw_more(self, count: int) -> list[Sample]:
+        """The next `count` prompts of the data, generated and scored."""
+        self.rollout.draw += 1
+        prompts = self.trainer.datamodule.take(count)
+        self.rollout.prompts = self.rollout.prompts + prompts
+        return self.draw(prompts)
 
     def score(self, samples: list[Sample]) -> None:
         """Let the reward callbacks score `samples`; a failed sample counts 0 and is not trained on."""
@@ -163,7 +156,12 @@ class PPOModule(pl.LightningModule):
                 constant_length=longest if self.estimator.constant_length else None,
             )
         mine = plan.samples_of(self.strategy.topology.dp_rank)
-        return experience.gather([samples[i] for i in mine], shaped[mine], weights[mine])
+        return experience.gather(
+            [samples[i] for i in mine],
+            shaped[mine],
+            weights[mine],
+            with_rollout_logprobs=any(s.rollout_log_probs is not None for s in samples),
+        )
 
     def infer(self, role: str, output: str, share: Experience, plan: packing.RolloutPlan) -> Tensor:
         """One forward pass of `role` over this rank's share: [B, T]."""
@@ -177,11 +175,16 @@ class PPOModule(pl.LightningModule):
         options = advantages.AdvantageOptions.from_config(self.config, kl_coef=self.kl.coef)
         return advantages.estimate(share, options, self.strategy.reduce_over_data)
 
-    def update(
-        self, role: str, objective: Callable[..., Any], share: Experience, plan: packing.RolloutPlan
-    ) -> dict[str, float]:
+    def adapt_kl(self, share: Experience, num_samples: int) -> None:
+        """Steer the coefficient of the KL in the reward towards `--kl-target`, the mean KL of a sample."""
+        if self.kl.target is not None and self.kl.coef != 0.0:
+            total = masked_sum(share.old_logprobs - share.ref_logprobs, share.mask)
+            mean = self.strategy.reduce_over_data(total).item() / num_samples
+            self.kl = self.kl.observe(mean, num_samples)
+
+    def update(self, role: str, share: Experience, plan: packing.RolloutPlan) -> dict[str, float]:
         """All optimizer steps of `role` on this rollout; metrics are means over the steps."""
-        a, reports = self.config.algorithm, []
+        a, objective, reports = self.config.algorithm, self.objective(role), []
         entropy = role == "actor" and (a.observe_training_entropy or a.entropy_coef != 0.0)
         with self.timed(role), self.active(role):
             for rows in plan.rows_of(self.strategy.topology.dp_rank) * a.ppo_epochs:
@@ -194,22 +197,20 @@ class PPOModule(pl.LightningModule):
                 )
         return mean_of(reports, prefix="critic" if role == "critic" else "train")
 
-    def policy_objective(self) -> Callable[..., Any]:
-        """The actor's loss with this run's options."""
+    def objective(self, role: str) -> Callable[..., Any]:
+        """The loss of `role` with this run's options."""
+        if role == "critic":
+            return partial(losses.value_objective, options=losses.ValueLossOptions.from_config(self.config))
         reduce = self.strategy.reduce_over_context
         options = losses.PolicyLossOptions.from_config(self.config, reduce_sequence=reduce)
         return partial(losses.policy_objective, options=options)
-
-    def value_objective(self) -> Callable[..., Any]:
-        """The critic's loss with this run's options."""
-        return partial(losses.value_objective, options=losses.ValueLossOptions.from_config(self.config))
 
     # ---- Lightning -----------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
         """Build the roles this run needs; weights come from the checkpoint that is resumed, else from their
         sources."""
-        if "actor" in self.strategy.roles:
+        if "actor" in self.strategy.roles or self.config.debug.debug_rollout_only:
             return
         c = self.config
         fitting = self.trainer.state.fn == TrainerFn.FITTING
@@ -238,6 +239,7 @@ class PPOModule(pl.LightningModule):
             "weight_version": self.weight_version,
             "skipped_in_a_row": dict(self.skipped_in_a_row),
             "kl_coef": self.kl.coef,
+            "carried": self.sampling.state_dict() if self.sampling else [],
         }
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
@@ -245,6 +247,8 @@ class PPOModule(pl.LightningModule):
         self.weight_version = state["weight_version"]
         self.kl = replace(self.kl, coef=state["kl_coef"])
         self.skipped_in_a_row = dict(state["skipped_in_a_row"])
+        if self.sampling is not None:
+            self.sampling.load_state_dict(state["carried"])
 
     # ---- small things --------------------------------------------------------------------------------------
 
@@ -279,20 +283,16 @@ class PPOModule(pl.LightningModule):
                 "--max-skipped-steps"
             )
 
-    def log_rollout(self, metrics: dict[str, float], samples: list[Sample], seconds: float) -> None:
-        tokens = sum(s.response_length for s in samples)
+    def end_rollout(self, metrics: dict[str, float], seconds: float) -> None:
+        """Log, count the rollout as done and its prompts as used."""
+        rollout = self.rollout
         metrics["perf/step_time"] = seconds
-        metrics["perf/tokens_per_second"] = tokens / seconds
-        metrics |= {f"perf/{stage}_time": t for stage, t in self.rollout.times.items()}
+        metrics["perf/tokens_per_second"] = sum(s.response_length for s in rollout.samples) / seconds
+        metrics |= {f"perf/{stage}_time": t for stage, t in rollout.times.items()}
+        if self.sampling is not None:
+            metrics["rollout/groups_kept"] = self.sampling.kept / self.sampling.drawn
         for callback in self.trainer.callbacks:
             metrics |= getattr(callback, "metrics", None) or {}
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
-
-
-def initial_weights(config: PPOConfig, role: str) -> str:
-    """Where a role's first weights lie in a run that resumes nothing."""
-    from ppo_lightning.megatron.checkpoint_sources import critic_source, policy_source
-
-    if role == "critic":
-        return str(critic_source(config).path)
-    return str(policy_source(config, role))
+        self.optimizers().step()
+        self.trainer.datamodule.commit(len(rollout.prompts))

@@ -75,8 +75,7 @@ class RolloutOptions:
         None, "which groups to keep (DAPO), drawing on until the batch is full", metavar="PKG.MODULE:FUNCTION"
     )
     max_num_gen_batches: int = option(10, "draws after which dynamic sampling gives up", at_least=1)
-    partial_rollout: bool = switch("keep unfinished responses for the next rollout")
-    mask_offpolicy_in_partial_rollout: bool = switch("tokens of a former rollout do not train")
+    partial_rollout: bool = switch("train on what an aborted response has written, instead of dropping it")
     update_weight_transfer_mode: Filled[Literal["tensor", "distributed", "disk"]] = option(
         None,
         "how weights reach SGLang: same machine, broadcast, or files",

@@ -162,11 +162,6 @@ def _engine(config: PPOConfig) -> Iterator[str]:
             f"--over-sampling-batch-size {r.over_sampling_batch_size} is below --rollout-batch-size"
             f" {r.rollout_batch_size}; raise it"
         )
-    if r.mask_offpolicy_in_partial_rollout and not r.partial_rollout:
-        yield (
-            "--mask-offpolicy-in-partial-rollout has no effect without --partial-rollout; add it or drop"
-            " the flag"
-        )
 
 
 def _paths(config: PPOConfig) -> Iterator[str]:

@@ -15,12 +15,15 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from ppo_lightning.callbacks import (
     CriticWarmupCallback,
     EvalCallback,
+    LoadRollouts,
     MegatronCheckpoint,
     OffloadCallback,
+    OverlongCallback,
     ProgressCallback,
     RewardCallback,
     RolloutCallback,
     SamplesCallback,
+    SaveRollouts,
     WeightSyncCallback,
 )
 from ppo_lightning.checks import check_files
@@ -51,6 +54,7 @@ def build(
         callbacks=merge_callbacks(default_callbacks(config), callbacks),
         logger=loggers(config),
         log_every_n_steps=1,
+        enable_checkpointing=not config.debug.debug_rollout_only,
     )
     return trainer, PPOModule(config), data
 
@@ -125,17 +129,27 @@ def prepared(config: PPOConfig, command: str = "fit") -> PPOConfig:
 
 def default_callbacks(config: PPOConfig) -> list[pl.Callback]:
     """The behaviours of a run, in the order in which they act."""
-    callbacks: list[pl.Callback] = [
-        OffloadCallback(config.cluster.offload_rollout),
-        RolloutCallback(),
-        *RewardCallback.from_config(config),
-        CriticWarmupCallback(config.critic.num_critic_only_steps),
-        WeightSyncCallback(),
-    ]
-    if config.evaluation.eval_prompt_data:
-        callbacks.append(EvalCallback.from_config(config))
+    debug, reward = config.debug, config.reward
+    if debug.load_debug_rollout_data:  # scored already, and no engine to wake, to feed or to ask
+        callbacks: list[pl.Callback] = [LoadRollouts(debug.load_debug_rollout_data)]
+    else:
+        callbacks = [OffloadCallback(config.cluster.offload_rollout), RolloutCallback()]
+        if reward.overlong_buffer_len:
+            longest = config.rollout.rollout_max_response_len
+            callbacks.append(
+                OverlongCallback(longest, reward.overlong_buffer_len, reward.overlong_penalty_factor)
+            )
+        callbacks += RewardCallback.from_config(config)
+    callbacks.append(CriticWarmupCallback(config.critic.num_critic_only_steps))
+    if not (debug.debug_rollout_only or debug.load_debug_rollout_data):
+        callbacks.append(WeightSyncCallback())
+        if config.evaluation.eval_prompt_data:
+            callbacks.append(EvalCallback.from_config(config))
+    if debug.save_debug_rollout_data:
+        callbacks.append(SaveRollouts(debug.save_debug_rollout_data))
     callbacks += [SamplesCallback(config.logging.output_dir), ProgressCallback()]
-    callbacks.append(MegatronCheckpoint.from_config(config))
+    if not debug.debug_rollout_only:
+        callbacks.append(MegatronCheckpoint.from_config(config))
     return callbacks
 
 

@@ -33,13 +33,13 @@ IGNORED = -100  # the label of tokens that are not learned, as in transformers
 class WarmStart:
     """How the model is trained before PPO."""
 
-    steps: int = 450
+    steps: int = 480
     batch_size: int = 32
-    matrix_lr: float = 0.02  # Muon, of the matrices inside the layers
-    other_lr: float = 3e-3  # AdamW, of embeddings and norms
+    matrix_lr: float = 0.04  # Muon, of the matrices inside the layers
+    other_lr: float = 5e-3  # AdamW, of embeddings and norms
     lr_warmup_steps: int = 20
     last_part: float = 0.15  # share of the steps in which direct answers dominate
-    stepwise_first: float = 0.9  # share of stepwise answers before the last part
+    stepwise_first: float = 0.95  # share of stepwise answers before the last part
     stepwise_last: float = 0.2
 
 

@@ -102,6 +102,17 @@ class EngineContract:
             expected = expected.gather(-1, chosen(sample)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), expected, atol=2e-4, rtol=0)
 
+    def test_responses_that_end_early_do_not_disturb_the_others(
+        self, engine: Engine, model: PreTrainedModel
+    ) -> None:
+        samples = make_samples(TEXTS, 3)
+        self.run(engine, samples, SamplingParams(24, stop_token_ids=tuple(range(30))))
+        assert len({s.response_length for s in samples}) > 4
+        for sample in samples:
+            expected = reference_logits(model, sample).log_softmax(-1).gather(-1, chosen(sample)[:, None])
+            got = torch.tensor(sample.rollout_log_probs)
+            torch.testing.assert_close(got, expected[:, 0], atol=2e-4, rtol=0)
+
     def test_temperature_zero_takes_the_likeliest(self, engine: Engine, model: PreTrainedModel) -> None:
         for sample in self.run(engine, make_samples(TEXTS), SamplingParams(12, temperature=0)):
             logits = reference_logits(model, sample)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from ppo_lightning.callbacks import PPOCallback, RewardCallback
 
 from ppo_lightning import PPOConfig, build
+from ppo_lightning.callbacks import PPOCallback, RewardCallback
 from ppo_lightning.run import checkpoint_to_resume
 from tests.tinymodel import make_tiny_model
 
@@ -31,8 +31,8 @@ class Record(PPOCallback):
         self.rows: list[dict[str, float]] = []
         self.rollouts: list[str] = []
 
-    def on_experience_end(self, trainer: pl.Trainer, module: Any, experience: Any) -> None:
-        told = json.dumps([(s.tokens, s.reward, s.index) for s in module.rollout.samples])
+    def on_samples_end(self, trainer: pl.Trainer, module: Any, samples: Any) -> None:
+        told = json.dumps([(s.tokens, s.reward, s.index) for s in samples])
         self.rollouts.append(hashlib.sha256(told.encode()).hexdigest())
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -77,7 +77,8 @@ def fit_rank(
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     config = PPOConfig.of(**{"actor_num_gpus_per_node": world, **options})
     record = Record()
-    trainer, module, data = build(config, [DigitShare(), record, *callbacks])
+    scored = config.debug.load_debug_rollout_data is not None
+    trainer, module, data = build(config, [*([] if scored else [DigitShare()]), record, *callbacks])
     checkpoint = checkpoint_to_resume(module.config) if resume else None
     trainer.fit(module, data, ckpt_path=str(checkpoint) if checkpoint else None)
     return {

@@ -14,7 +14,7 @@ ZONES = {
     "callbacks": "ppo_lightning.callbacks",
     "recipes": "ppo_lightning.recipes",
 }
-# first match wins; a module may import from its own floor only inside its own folder, and from any floor below
+# first match wins; a module may import from any floor below, and from its own inside its folder
 FLOORS = [
     ("ppo_lightning.recipes", 7),
     ("ppo_lightning.cli", 6),

@@ -345,7 +345,6 @@ def test_rule_10_monitoring_kl_says_so() -> None:
             "--rollout-num-gpus 3 is no multiple",
         ),
         ({"over_sampling_batch_size": 4}, "is below --rollout-batch-size 8"),
-        ({"mask_offpolicy_in_partial_rollout": True}, "without --partial-rollout"),
         ({"custom_rm_path": "f/x.py"}, "pkg.module:function"),
         ({"apply_chat_template_kwargs": "[1]"}, "is no JSON object"),
         ({"critic_save": "a", "save": "a"}, "one would overwrite the other"),

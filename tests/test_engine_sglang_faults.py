@@ -1,4 +1,4 @@
-"""What becomes of a run when its SGLang servers die, hang or never start; each test has real servers of its own."""
+"""What becomes of a run whose SGLang servers die, hang or never start; all servers are real ones."""
 
 from __future__ import annotations
 

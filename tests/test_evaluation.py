@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ppo_lightning.callbacks.evaluation import PassAtK, Ranks, Row, eval_params, evaluate, summary
 
+from ppo_lightning.callbacks.evaluation import PassAtK, Ranks, Row, eval_params, evaluate, summary
 from ppo_lightning.config import PPOConfig
 from ppo_lightning.engines.base import SamplingParams
 from ppo_lightning.engines.hf import HFEngine

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from ppo_lightning.callbacks import RewardCallback
 
+from ppo_lightning.callbacks import RewardCallback
 from ppo_lightning.config import PPOConfig
 from ppo_lightning.rewards import RewardError, custom
 from ppo_lightning.samples import Prompt, Sample, Status

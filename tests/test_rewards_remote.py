@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ppo_lightning.callbacks import RewardCallback
 
+from ppo_lightning.callbacks import RewardCallback
 from ppo_lightning.config import PPOConfig
 from ppo_lightning.rewards import RewardError
 from ppo_lightning.rewards.model import RewardModel

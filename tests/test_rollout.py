@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import pytest
-from ppo_lightning.callbacks.rollout import RolloutError, check, seed_of, share_of_samples, training_params
 
+from ppo_lightning.callbacks.rollout import RolloutError, check, seed_of, share_of_samples, training_params
 from ppo_lightning.config import PPOConfig
 from ppo_lightning.engines.base import SamplingParams
 from ppo_lightning.samples import Prompt, Sample, Status

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor
 
 from ppo_lightning.megatron import checkpoint_files as files
 from ppo_lightning.megatron import checkpoint_publish as publishing
@@ -74,6 +75,7 @@ class MegatronCheckpointIO(CheckpointIO):
         self.async_save, self.save_hf, self.auto_fallback = async_save, save_hf, auto_fallback
         self.retention = Retention()
         self._pending: Save | None = None
+        self._copies: dict[str, dict[Any, Tensor]] = {}  # of asynchronous saves: role -> buffers
 
     @classmethod
     def from_config(cls, config: PPOConfig) -> MegatronCheckpointIO:
@@ -101,7 +103,8 @@ class MegatronCheckpointIO(CheckpointIO):
         final = Path(path).absolute()
         roles = [name for name in SAVED_ROLES if name in storage_options.roles]
         finals = {name: final if name == "actor" else self.critic_dir(final) for name in roles}
-        save = Save(checkpoint, storage_options, finals, self.retention, snapshot=self.async_save)
+        copies = self._copies if self.async_save else None
+        save = Save(checkpoint, storage_options, finals, self.retention, copies=copies)
         if self.async_save:
             save.write_in_background()
             self._pending = save

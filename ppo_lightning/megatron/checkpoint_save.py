@@ -55,9 +55,9 @@ class Save:
         finals: dict[str, Path],
         retention: Retention,
         *,
-        snapshot: bool,
+        copies: dict[str, dict[Any, torch.Tensor]] | None = None,
     ) -> None:
-        """Plan, copy what must not change (with `snapshot`), write the small files. `finals`: role ->
+        """Plan, copy what must not change (into `copies`, by role), write the small files. `finals`: role ->
         directory, in the order of publication. Raises CheckpointError on every rank."""
         self.finals, self.retention = finals, retention
         self._started = time.monotonic()
@@ -67,7 +67,7 @@ class Save:
         self._facts: dict[str, dict[str, Any]] = {}
         everywhere(f"making room in {finals['actor'].parent}", self._make_staging)
         try:
-            self._prepare(checkpoint, shards, snapshot)
+            self._prepare(checkpoint, shards, copies)
         except CheckpointError:
             self.drop()
             raise
@@ -82,7 +82,9 @@ class Save:
             staging_dir(final).mkdir()
         (staging_dir(self.finals["actor"]) / "rng").mkdir()
 
-    def _prepare(self, checkpoint: dict[str, Any], shards: Shards, snapshot: bool) -> None:
+    def _prepare(
+        self, checkpoint: dict[str, Any], shards: Shards, copies: dict[str, dict[Any, torch.Tensor]] | None
+    ) -> None:
         box = [uuid.uuid4().hex]
         dist.broadcast_object_list(box)
         iteration = checkpoint["global_step"]
@@ -91,9 +93,9 @@ class Save:
             with shards.resident(name):
                 state = role.sharded_state(optimizer=shards.optimizer)
                 state["iteration"] = iteration
-                write = torch_dist.Write(state, place, snapshot=snapshot)
-                del state
-                if not snapshot:
+                own = None if copies is None else copies.setdefault(name, {})
+                write = torch_dist.Write(state, place, copies=own)
+                if copies is None:
                     write.write()
             self._writes[name] = write
             self._facts[name] = _facts(role, iteration, box[0], shards.optimizer)

@@ -107,7 +107,7 @@ def _to_torch_dist(
     role = _role(hf_config, topology, directory.dtype(), value_head)
     load_weights(role, source)
     state = role.sharded_state(optimizer=False) | {"iteration": 0, "checkpoint_version": 3.0}
-    write = torch_dist.Write(state, staging, snapshot=False)
+    write = torch_dist.Write(state, staging)
     write.write()
     digests: list[Any] = [None] * topology.world
     dist.all_gather_object(digests, write.finish())

@@ -59,14 +59,17 @@ def everywhere(what: str, action: Callable[[], T]) -> T:
 class Write:
     """One rank's share of a save: `write` may run in any thread; making and `finish` are collective."""
 
-    def __init__(self, state: dict[str, Any], directory: Path, *, snapshot: bool) -> None:
-        """Plan a save of `state` into the empty `directory`; with `snapshot` its tensors are copied now."""
+    def __init__(
+        self, state: dict[str, Any], directory: Path, *, copies: dict[Any, torch.Tensor] | None = None
+    ) -> None:
+        """Plan a save of `state` into the empty `directory`. With `copies` its tensors are copied now, into
+        what is there from the last save where it fits."""
         cpu.prepared()
         self.directory = directory
         sharded, common = save_preprocess(state)
         everywhere(f"writing {directory / COMMON_STATE_FNAME}", lambda: self._write_common(common))
         flat, _, _ = mcore_torch._replace_state_dict_keys_with_sharded_keys(sharded, True)
-        self._writer = _Writer(directory, snapshot=snapshot)
+        self._writer = _Writer(directory, copies)
         planner = mcore_torch.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         planned, *_ = save_state_dict_async_plan(
             mcore_torch.mcore_to_pyt_state_dict(flat, False), self._writer, None, 0, planner=planner
@@ -99,11 +102,11 @@ class Write:
 class _Writer(FileSystemWriterAsync):
     """One file a rank, written in order by whoever calls `write`."""
 
-    def __init__(self, path: Path, *, snapshot: bool) -> None:
+    def __init__(self, path: Path, copies: dict[Any, torch.Tensor] | None) -> None:
         super().__init__(path, thread_count=1)
-        self.snapshot = snapshot
         self.digests: dict[str, str] = {}
         self.written: list[Any] = []
+        self._copies = copies
         self._name = ""
         self._items: list[tuple[Any, Any]] = []
         self._error: Exception | None = None
@@ -114,9 +117,11 @@ class _Writer(FileSystemWriterAsync):
             data = planner.resolve_data(item)
             if item.type != WriteItemType.BYTE_IO:
                 data = data.detach()
-                if self.snapshot:
-                    data = data.to("cpu", copy=True).contiguous()
+                if self._copies is not None:
+                    data = _copied(data, self._copies, item.index)
             self._items.append((item, data))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     def write(self) -> None:
         if not self._items:
@@ -142,6 +147,14 @@ class _Writer(FileSystemWriterAsync):
     def check(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _copied(data: torch.Tensor, copies: dict[Any, torch.Tensor], key: Any) -> torch.Tensor:
+    """`data` in host memory; memory that was used before costs no page faults."""
+    there = copies.get(key)
+    if there is None or there.shape != data.shape or there.dtype != data.dtype:
+        there = copies[key] = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+    return there.copy_(data, non_blocking=True)
 
 
 class _Hashed:

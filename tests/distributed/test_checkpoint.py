@@ -119,8 +119,14 @@ def resume(rank: int, world: int, model_dir: str, layout: dict[str, Any], root: 
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [(1, {}), (2, {}), (2, TP2), (2, PP2), (2, SHARDED), (2, {"context_parallel_size": 2})],
-    ids=["one", "dp2", "tp2", "pp2", "dp2 sharded", "cp2"],
+    [
+        pytest.param(1, {}, id="one"),
+        pytest.param(2, {}, id="dp2", marks=pytest.mark.slow),
+        pytest.param(2, TP2, id="tp2"),
+        pytest.param(2, PP2, id="pp2", marks=pytest.mark.slow),
+        pytest.param(2, SHARDED, id="dp2, sharded optimizer"),
+        pytest.param(2, {"context_parallel_size": 2}, id="cp2", marks=pytest.mark.slow),
+    ],
 )
 def test_resume_is_bitwise(model_dir: str, tmp_path: Path, world: int, layout: dict[str, Any]) -> None:
     root = str(tmp_path / "save")
@@ -133,8 +139,13 @@ def test_resume_is_bitwise(model_dir: str, tmp_path: Path, world: int, layout: d
 
 @pytest.mark.parametrize(
     ("saved", "resumed"),
-    [((2, TP2), (2, PP2)), ((2, PP2), (1, {})), ((2, SHARDED), (2, TP2 | SHARDED)), ((1, {}), (2, TP2))],
-    ids=["tp2 to pp2", "pp2 to one", "dp2 to tp2, sharded optimizer", "one to tp2"],
+    [
+        pytest.param((2, TP2), (2, PP2), id="tp2 to pp2"),
+        pytest.param((2, PP2), (1, {}), id="pp2 to one", marks=pytest.mark.slow),
+        pytest.param((2, SHARDED), (2, TP2 | SHARDED), id="dp2 to tp2, sharded optimizer"),
+        pytest.param((1, {}), (2, TP2), id="one to tp2", marks=pytest.mark.slow),
+        pytest.param((4, TP2 | PP2), (2, {}), id="tp2 x pp2 to dp2", marks=pytest.mark.slow),
+    ],
 )
 def test_resharding_goes_on_alike(model_dir: str, tmp_path: Path, saved: Any, resumed: Any) -> None:
     root = str(tmp_path / "save")
@@ -259,8 +270,15 @@ def delete(file: Path) -> str:
     return "is missing"
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, delete])
-@pytest.mark.parametrize("name", ["__0_0.distcp", "trainer.pt", "critic: .metadata"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("__0_0.distcp", flip),
+        ("trainer.pt", truncate),
+        ("critic: .metadata", delete),
+        ("critic: common.pt", flip),
+    ],
+)
 def test_damage_is_refused_by_name_and_the_one_before_offered(
     model_dir: str, saves: Path, name: str, damage: Callable[[Path], str]
 ) -> None:
@@ -407,7 +425,7 @@ def save_weights(rank: int, world: int, model_dir: str, root: str, per_layer: bo
         final.mkdir(parents=True)
     strategy.barrier()
     state = strategy.roles["actor"].sharded_state(optimizer=False, per_layer_keys=per_layer)
-    write = torch_dist.Write(state, final, snapshot=False)
+    write = torch_dist.Write(state, final)
     write.write()
     write.finish()
     (Path(root) / files.TRACKER).write_text("release")

@@ -8,8 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from ppo_lightning.callbacks.checkpoint import MegatronCheckpoint
 
+from ppo_lightning.callbacks.checkpoint import MegatronCheckpoint
 from ppo_lightning.hooks import emit
 from ppo_lightning.megatron import checkpoint_files as files
 from ppo_lightning.megatron.checkpoint import MegatronCheckpointIO

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ppo_lightning.callbacks import PPOCallback, RewardCallback
 
+from ppo_lightning.callbacks import PPOCallback, RewardCallback
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import fit_rank, prepare
 

@@ -1,7 +1,7 @@
 """The Megatron model against transformers, under every kind of parallelism: outputs and all gradients.
 
-The oracle is transformers in one process, one sequence at a time. The Megatron side runs its real schedule and
-gradient finalization over packed micro-batches, one of them a dummy.
+The oracle is transformers in one process, one sequence at a time. The Megatron side runs its real schedule
+and gradient finalization over packed micro-batches, one of them a dummy.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _random_model(directory: Path, arch: str, changes: dict[str, Any]) -> Any:
 def deviations(
     rank: int, world: int, case: Case, layout: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, float]:
-    """Largest |difference| of outputs, entropies, gradients (relative to the largest entry), exported weights."""
+    """Largest |difference| of outputs, entropies, gradients (relative to the largest), exported weights."""
     topology = initialize(**{SIZES[k]: v for k, v in layout.items()})
     settings = ModelOptions(temperature=TEMPERATURE, log_probs_chunk_size=4, **options)
     models = build_model(case.hf_config, topology, settings, value_head=case.values)

@@ -9,8 +9,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from ppo_lightning.callbacks import PPOCallback, RolloutCallback
 
+from ppo_lightning.callbacks import PPOCallback, RolloutCallback
 from ppo_lightning.engines.base import Engine, SamplingParams
 from ppo_lightning.samples import Sample
 from tests.distributed.ranks import run_ranks

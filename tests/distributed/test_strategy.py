@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from ppo_lightning.megatron.optimizer import OptimizerOptions
 from ppo_lightning.megatron.strategy import MegatronStrategy
 from ppo_lightning.samples import Microbatch, TokenFields, TokenOutputs
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import RankError, run_ranks
 from tests.tinymodel import make_tiny_model
 
 OPTIONS = OptimizerOptions(
@@ -110,7 +111,7 @@ def reference(directory: Path, critic: bool) -> dict[str, Any]:
         [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
         lr=1.0, betas=(0.9, 0.95), eps=1e-4,
     )  # fmt: skip
-    losses, norms, metrics = [], [], []
+    losses, norms, metrics, outputs = [], [], [], []
     for step in range(STEPS):
         optimizer.zero_grad()
         total, sums = torch.zeros(()), {}
@@ -119,11 +120,15 @@ def reference(directory: Path, critic: bool) -> dict[str, Any]:
             hidden = model.model(sample["tokens"][None]).last_hidden_state[0, -n - 1 : -1]
             fields = TokenFields(**{k: v for k, v in sample.items() if k != "tokens"})
             if critic:
-                loss, parts = value_loss(TokenOutputs(values=head(hidden)[:, 0]), fields)
+                said = TokenOutputs(values=head(hidden)[:, 0])
+                loss, parts = value_loss(said, fields)
             else:
                 log = model.lm_head(hidden).log_softmax(-1)
                 chosen = log.gather(1, sample["tokens"][-n:, None])[:, 0]
-                loss, parts = policy_loss(TokenOutputs(chosen, -(log.exp() * log).sum(1)), fields)
+                said = TokenOutputs(chosen, -(log.exp() * log).sum(1))
+                loss, parts = policy_loss(said, fields)
+            if step == 0:
+                outputs.append(said.values if critic else said.logprobs)
             total = total + loss
             sums = {k: sums.get(k, 0.0) + v.detach().item() for k, v in parts.items()}
         total.backward()
@@ -135,7 +140,8 @@ def reference(directory: Path, critic: bool) -> dict[str, Any]:
         norms.append(float(norm))
         metrics.append(sums)
     weights = {n: p.detach() for n, p in named}
-    return {"losses": losses, "norms": norms, "metrics": metrics, "weights": weights}
+    told = [x.detach() for x in outputs]
+    return {"losses": losses, "norms": norms, "metrics": metrics, "weights": weights, "outputs": told}
 
 
 # one rank ---------------------------------------------------------------------------------------------
@@ -150,6 +156,10 @@ def make_strategy(world: int, **layout: Any) -> MegatronStrategy:
     return strategy
 
 
+def dummy(like: Microbatch) -> Microbatch:
+    return Microbatch([], [], [], like.fields.take(torch.empty(0, dtype=torch.int64)))
+
+
 def update(rank: int, world: int, directory: str, role: str, layout: dict[str, Any]) -> dict[str, Any]:
     strategy = make_strategy(world, **layout)
     strategy.setup_model(role, directory, optimizer=OPTIONS)
@@ -157,7 +167,7 @@ def update(rank: int, world: int, directory: str, role: str, layout: dict[str, A
     t = strategy.topology
     mine = microbatches(make_samples()[t.dp_rank :: t.dp])
     critic = role == "critic"
-    before = strategy.forward(role, mine, "values" if critic else "logprobs")
+    outputs = strategy.forward(role, [*mine, dummy(mine[0])], "values" if critic else "logprobs")
     reports, sums = [], []
     for _ in range(STEPS):
         sums.append(
@@ -165,7 +175,13 @@ def update(rank: int, world: int, directory: str, role: str, layout: dict[str, A
         )
         reports.append(strategy.step(role))
     weights = {name: tensor.clone() for name, tensor in strategy.weights(role)}
-    return {"before": before, "sums": sums, "reports": reports, "weights": weights, "dp_rank": t.dp_rank}
+    return {
+        "outputs": outputs,
+        "sums": sums,
+        "reports": reports,
+        "weights": weights,
+        "share": (t.dp_rank, t.dp),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -180,14 +196,28 @@ def references(model_dir: str) -> dict[str, dict[str, Any]]:
     return {role: reference(Path(model_dir), role == "critic") for role in ("actor", "critic")}
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = {"one": "actor critic", "tp2 sp": "actor critic", "pp2": "actor", "cp2": "actor critic"} | {
+    "dp2 distributed optimizer": "actor", "dp2": "critic",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "role"),
+    [
+        pytest.param(layout, role, marks=[] if role in QUICK.get(layout, "") else [pytest.mark.slow])
+        for layout in LAYOUTS
+        for role in ("actor", "critic")
+    ],
+)
 def test_update_equals_transformers_and_torch(
     model_dir: str, references: dict[str, dict[str, Any]], layout: str, role: str
 ) -> None:
     world, arguments = LAYOUTS[layout]
     want = references[role]
     for got in run_ranks(update, world, model_dir, role, arguments):
+        outputs = torch.cat(want["outputs"][got["share"][0] :: got["share"][1]])
+        torch.testing.assert_close(torch.cat(got["outputs"]), outputs, rtol=1e-4, atol=1e-5)
+        assert got["outputs"][-1].numel() == 0
         assert [s["loss"] for s in got["sums"]] == pytest.approx(want["losses"], rel=1e-5)
         assert [r.grad_norm for r in got["reports"]] == pytest.approx(want["norms"], rel=1e-4)
         assert [r.lr for r in got["reports"]] == pytest.approx([0.0, 5e-3])
@@ -198,3 +228,60 @@ def test_update_equals_transformers_and_torch(
             torch.testing.assert_close(
                 got["weights"][name], tensor, rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+# steps that must not be made --------------------------------------------------------------------------
+
+
+def spoiled_steps(rank: int, world: int, directory: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Two losses and a gradient that are no numbers, then a good step; NaN only where one token says so."""
+    strategy = make_strategy(world, **layout)
+    strategy.setup_model("critic", directory, optimizer=OPTIONS)
+    strategy.load_weights("critic", directory)
+    strategy.activate("critic")
+    role, t = strategy.roles["critic"], strategy.topology
+    mine = microbatches(make_samples()[t.dp_rank :: t.dp])
+    before = {k: v.clone() for k, v in strategy.weights("critic")}
+    reports = []
+    for spoil in (float("nan"), float("inf")):
+        if t.dp_rank == 0:
+            mine[0].fields.returns[0] = spoil
+        strategy.forward_backward("critic", mine, value_loss)
+        reports.append(strategy.step("critic"))
+    mine[0].fields.returns[0] = 1.0
+    strategy.forward_backward("critic", mine, exploding_loss)
+    reports.append(strategy.step("critic"))
+    unchanged = all(torch.equal(v, before[k]) for k, v in strategy.weights("critic"))
+    steps = role.steps
+    strategy.forward_backward("critic", mine, value_loss)
+    reports.append(strategy.step("critic"))
+    return {"reports": reports, "unchanged": unchanged, "steps": (steps, role.steps)}
+
+
+def exploding_loss(outputs: TokenOutputs, fields: TokenFields) -> tuple[Tensor, dict[str, Tensor]]:
+    """A finite loss whose gradient is not."""
+    loss = ((outputs.values - outputs.values.detach()).abs() * 1e-30).sqrt().sum()
+    return loss, {}
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2", pytest.param("pp2", marks=pytest.mark.slow)])
+def test_a_loss_or_gradient_that_is_no_number_changes_nothing(model_dir: str, layout: str) -> None:
+    world, arguments = LAYOUTS[layout]
+    for got in run_ranks(spoiled_steps, world, model_dir, arguments):
+        assert [r.skipped for r in got["reports"]] == [True, True, True, False]
+        assert got["unchanged"]
+        assert got["steps"] == (0, 1)
+        assert math.isfinite(got["reports"][-1].grad_norm)
+
+
+def test_a_frozen_role_has_no_step(model_dir: str) -> None:
+    with pytest.raises(RankError, match="reference is frozen"):
+        run_ranks(step_frozen, 1, model_dir)
+
+
+def step_frozen(rank: int, world: int, directory: str) -> None:
+    strategy = make_strategy(world)
+    strategy.setup_model("reference", directory)
+    strategy.load_weights("reference", directory)
+    assert not any(p.requires_grad for p in strategy.roles["reference"].models[0].parameters())
+    strategy.step("reference")
