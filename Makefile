@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: setup demo test test-all lint type fidelity torture bench lock clean
+.PHONY: setup demo test test-all lint type bench lock clean
 
 setup: $(STAMP)
 	@$(PY) -c "import ppo_lightning, sys; sys.exit(not ppo_lightning.__file__.startswith('$(CURDIR)/'))" 2>/dev/null \
@@ -27,7 +27,9 @@ $(STAMP):
 	@rm -f $(VENV)/.installed-*; touch $@
 
 demo: setup
-	@unset OMP_NUM_THREADS; $(VENV)/bin/ppo-lightning prepare --recipe tiny_ppo && $(VENV)/bin/ppo-lightning fit --recipe tiny_ppo
+	@$(VENV)/bin/ppo-lightning prepare --recipe tiny_ppo
+	@$(VENV)/bin/ppo-lightning fit --recipe tiny_ppo
+	@echo "held-out accuracy, greedy:"; $(VENV)/bin/ppo-lightning evaluate --recipe tiny_ppo --eval-temperature 0
 
 test: setup
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
@@ -41,12 +43,6 @@ lint: setup
 
 type: setup
 	$(PY) tests/typecheck.py
-
-fidelity: setup
-	$(PY) -m tests.distributed.fidelity
-
-torture: setup
-	$(PY) -m tests.torture --rounds $(or $(ROUNDS),20)
 
 bench: setup
 	$(PY) -m benchmarks

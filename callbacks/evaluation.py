@@ -153,6 +153,7 @@ class EvalCallback(PPOCallback):
         self.before_training = before_training
         self.seed = seed
         self.evaluated_at: int | None = None
+        self.results: dict[str, float] = {}  # of the last evaluation
         self._trained = False
 
     @classmethod

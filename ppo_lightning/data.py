@@ -66,7 +66,7 @@ class PromptDataModule(pl.LightningDataModule):
     def val_dataloader(self) -> list[Any]:
         """One empty batch for `trainer.validate`, which the evaluation callback answers; none while fitting,
         where that callback comes by itself."""
-        return [] if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING else [None]
+        return [] if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING else [[[]]]
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Prompts hold no tensors; Lightning would copy them field by field."""

@@ -228,7 +228,7 @@ class PPOModule(pl.LightningModule):
                 self.strategy.load_weights(role, initial_weights(c, role))
             self.strategy.deactivate(role)
 
-    def validation_step(self, batch: None, batch_idx: int) -> None:
+    def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
         """Nothing: `trainer.validate` gives the evaluation callback its occasion."""
 
     def configure_optimizers(self) -> RolloutDone:

@@ -75,16 +75,17 @@ def evaluate(config: PPOConfig, callbacks: Sequence[pl.Callback] = ()) -> dict[s
     """Score the model of `--load`, or of `--hf-checkpoint`, on `--eval-prompt-data`; print and return
     `eval/NAME/...`, and write them to `<output-dir>/evaluation.json`."""
     config = prepared(config, command="evaluate")
+    evaluation = EvalCallback.from_config(config)
     own = [RolloutCallback(), *RewardCallback.from_config(config), WeightSyncCallback()]
     trainer = pl.Trainer(
         **trainer_options(config),
-        callbacks=merge_callbacks([*own, EvalCallback.from_config(config)], callbacks),
+        callbacks=merge_callbacks([*own, evaluation], callbacks),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
     trainer.validate(PPOModule(config), datamodule=PromptDataModule(config), verbose=False)
-    results = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("eval/")}
+    results = evaluation.results
     if trainer.is_global_zero:
         path = Path(config.logging.output_dir) / "evaluation.json"
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -150,7 +150,7 @@ class _Encoder:
 
     def _prompt(self, problem: Problem) -> str:
         messages = [{"role": "user", "content": problem.question}]
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
     def _ids(self, text: str) -> list[int]:
         if text not in self.known:
@@ -174,13 +174,14 @@ class Muon(torch.optim.Optimizer):
             for matrix in group["params"]:
                 by_shape.setdefault(matrix.shape, []).append(matrix)
             for shape, matrices in by_shape.items():  # one batched product for all matrices of a shape
-                updates = orthogonal(torch.stack([self._momentum(m, group["momentum"]) for m in matrices]))
+                updates = orthogonal(torch.stack([self._direction(m, group["momentum"]) for m in matrices]))
                 size = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
                 for matrix, update in zip(matrices, updates):
                     matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-size)
 
-    def _momentum(self, matrix: nn.Parameter, momentum: float) -> Tensor:
-        mean = self.state[matrix].setdefault("mean", torch.zeros_like(matrix))
+    def _direction(self, matrix: nn.Parameter, momentum: float) -> Tensor:
+        assert matrix.grad is not None, "step() comes after backward()"
+        mean: Tensor = self.state[matrix].setdefault("mean", torch.zeros_like(matrix))
         mean.lerp_(matrix.grad, 1 - momentum)
         return torch.lerp(matrix.grad, mean, momentum)
 

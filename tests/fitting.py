@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 
 from ppo_lightning import PPOConfig, build
 from ppo_lightning.callbacks import PPOCallback, RewardCallback
+from ppo_lightning.cli import load_recipe
 from ppo_lightning.run import checkpoint_to_resume
 from tests.tinymodel import make_tiny_model
 
@@ -75,7 +76,9 @@ def fit_rank(
 ) -> dict[str, Any]:
     """One rank of a whole run; what it saw."""
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    config = PPOConfig.of(**{"actor_num_gpus_per_node": world, **options})
+    recipe = options.get("recipe")
+    base = load_recipe(recipe).config() if recipe else PPOConfig()
+    config = base.replace(**{"actor_num_gpus_per_node": world, **options})
     record = Record()
     scored = config.debug.load_debug_rollout_data is not None
     trainer, module, data = build(config, [*([] if scored else [DigitShare()]), record, *callbacks])

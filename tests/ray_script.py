@@ -34,7 +34,7 @@ class Line(pl.LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         if batch_idx == 1 and self.global_rank == 1:
-            if self.fault == "raise":
+            if self.fault in ("raise", "swallow"):
                 raise ZeroDivisionError("a fault on purpose")
             if self.fault == "kill":
                 os.kill(os.getpid(), 9)
@@ -64,7 +64,13 @@ def main(launcher: str, directory: str, fault: str = "") -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(data, batch_size=4))
+    try:
+        trainer.fit(module, DataLoader(data, batch_size=4))
+    except ZeroDivisionError as error:
+        if fault != "swallow":
+            raise
+        print(f"the command line saw {error!r} {error.__notes__}", file=sys.stderr)
+        sys.exit(1)
     seen = {
         "weight": module.layer.weight.tolist(),
         "steps": trainer.global_step,

@@ -25,6 +25,7 @@ FLOORS = [
     ("ppo_lightning.hooks", 3),
     ("ppo_lightning.data", 3),
     ("ppo_lightning.module", 3),
+    ("ppo_lightning.loop", 3),
     ("ppo_lightning.megatron", 2),
     ("ppo_lightning.engines", 1),
     ("ppo_lightning.rewards", -1),

@@ -320,7 +320,7 @@ def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
 
 def test_wrong_format_and_missing_reference_are_said(qwen3: Path, tmp_path: Path) -> None:
     to_torch_dist(qwen3, tmp_path / "megatron")
-    with pytest.raises(CheckpointError, match="is a Hugging Face directory, not torch_dist"):
+    with pytest.raises(CheckpointError, match="is no torch_dist directory"):
         to_hf(qwen3, tmp_path / "x", qwen3)
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         convert(tmp_path / "megatron", tmp_path / "x", source_format="torch_dist", target_format="hf")

@@ -249,6 +249,14 @@ def test_fetching_commits_nothing(tokenizer_dir: Path, jsonl: Path) -> None:
     assert [[p.index for p in resumed.take(4)] for _ in range(3)] == batches[3:]
 
 
+def test_a_loader_begins_after_the_last_committed_prompt(tokenizer_dir: Path, jsonl: Path) -> None:
+    data = make_data(tokenizer_dir, jsonl, num_rollout=5)
+    loader = data.train_dataloader()
+    assert len(list(loader)) == 5
+    data.commit()
+    assert [p.index for p in next(iter(loader))] == [4, 5, 6, 7]
+
+
 def test_a_data_set_that_grew_begins_its_next_epoch(
     tokenizer_dir: Path, jsonl: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -283,6 +291,7 @@ def test_a_reward_that_needs_labels_asks_for_their_column(tokenizer_dir: Path, j
     make_data(tokenizer_dir, jsonl, rm_type="gsm8k", label_key="answer").setup("fit")
     make_data(tokenizer_dir, jsonl, rm_type="random").setup("fit")
     make_data(tokenizer_dir, jsonl, custom_rm_path="m:f").setup("fit")
+    make_data(tokenizer_dir, jsonl, rm_type="gsm8k", custom_rm_path="m:f").setup("fit")  # takes its place
 
 
 def test_evaluation_sets_by_name(tokenizer_dir: Path, jsonl: Path, tmp_path: Path) -> None:

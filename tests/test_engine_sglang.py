@@ -203,11 +203,13 @@ def test_the_store_holds_whole_checkpoints(checkpoint: Path, tmp_path: Path) -> 
 
 def test_a_store_left_by_a_killed_process_is_removed(checkpoint: Path, tmp_path: Path) -> None:
     store = WeightStore(str(checkpoint), str(tmp_path))
-    name = store.root.name.split("-")
-    dead = tmp_path / "-".join([*name[:-2], "999999999", "abc"])
+    machine = store.root.name.split("@")[1]
+    dead = tmp_path / f"ppo-lightning-weights-999999999@{machine}@abc"
+    elsewhere = tmp_path / f"ppo-lightning-weights-999999999@{machine}-2@abc"
     dead.mkdir()
+    elsewhere.mkdir()
     other = WeightStore(str(checkpoint), str(tmp_path))
-    assert sorted(tmp_path.iterdir()) == sorted([store.root, other.root])
+    assert sorted(tmp_path.iterdir()) == sorted([store.root, other.root, elsewhere])
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,12 @@ def test_an_evaluation_stands_at_the_rollouts_done(tmp_path: Path) -> None:
 def test_a_picture_with_the_curves(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
-    path = write_report(write(tmp_path, WHOLE))
+    path = write_report(write(tmp_path, "step,rollout/reward\n0,0.3\n1,0.5\n"))
     assert path == tmp_path / "report.png"
     picture = imread(path)
     assert min(picture.shape[:2]) > 500
     colours = (picture[..., :3].reshape(-1, 3) * 255).round().astype(int)
-    assert ((colours == (31, 119, 180)).all(axis=1)).sum() > 1000  # matplotlib's first colour
+    assert ((colours == (31, 119, 180)).all(axis=1)).sum() > 500  # matplotlib's first colour
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.csv", "report.png"]
 
 

@@ -39,10 +39,16 @@ def test_seeds_differ_by_place_rollout_and_both_seeds() -> None:
     """A prompt that comes twice in one rollout has its own draws each time."""
     config = PPOConfig.of(seed=1)
     samples = share_of_samples([PROMPTS[0], PROMPTS[0], PROMPTS[1]], 4, 0, 1)
-    variants = [(config, 0), (config, 1), (config.replace(seed=2), 0), (config.replace(rollout_seed=1), 0)]
-    seeds = [seed_of(c, rollout, s) for c, rollout in variants for s in samples]
-    assert len(set(seeds)) == 48
-    assert seeds == [seed_of(c, rollout, s) for c, rollout in variants for s in samples]
+    variants = [
+        (config, 0, 0),
+        (config, 1, 0),
+        (config, 0, 1),
+        (config.replace(seed=2), 0, 0),
+        (config.replace(rollout_seed=1), 0, 0),
+    ]
+    seeds = [seed_of(c, rollout, draw, s) for c, rollout, draw in variants for s in samples]
+    assert len(set(seeds)) == 60
+    assert seeds == [seed_of(c, rollout, draw, s) for c, rollout, draw in variants for s in samples]
 
 
 def test_sampling_parameters_come_from_the_flags() -> None:

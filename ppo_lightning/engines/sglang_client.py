@@ -16,14 +16,14 @@ import tenacity
 
 from ppo_lightning.engines.base import EngineError, SamplingParams
 from ppo_lightning.engines.sglang_control import error_text
-from ppo_lightning.engines.sglang_server import answers
+from ppo_lightning.engines.sglang_server import answers, first_of
 from ppo_lightning.samples import Sample, Status
 
 if TYPE_CHECKING:
     from ppo_lightning.engines.sglang_plan import Plan
 
 log = logging.getLogger(__name__)
-GATEWAY_ERRORS = (502, 503, 504)  # a router without a living worker, a server that is starting
+GATEWAY_ERRORS = (502, 503, 504)  # no living worker, a server that is starting; a broken connection is 500
 
 
 class LostRequest(Exception):
@@ -67,8 +67,7 @@ class Generator:
         async def one(sample: Sample, seed: int) -> None:
             body = request(sample, params, seed, self.model)
             async with gate:
-                answer = UNSENT if self._aborting else await self._answer(body, version)
-            fill(sample, answer, self.plan.keep_aborted)
+                fill(sample, await self._answer(body, version), self.plan.keep_aborted)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -77,7 +76,7 @@ class Generator:
                 await asyncio.gather(*waiting)
                 pulse.cancel()
         except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            raise first_of(errors) from None
 
     async def _answer(self, body: dict[str, Any], version: int | None) -> dict[str, Any]:
         attempts = tenacity.AsyncRetrying(
@@ -102,13 +101,16 @@ class Generator:
         broken = self.broken()
         if broken is not None:
             raise broken
+        if self._aborting:
+            return UNSENT
         rid = uuid.uuid4().hex
         self._in_flight.add(rid)
         try:
             reply = await self.client.post("/generate", json=body | {"rid": rid})
         finally:
             self._in_flight.discard(rid)
-        if reply.status_code in GATEWAY_ERRORS:
+        routed = self.url not in self.workers
+        if reply.status_code in GATEWAY_ERRORS or (routed and reply.status_code == 500):
             raise LostRequest(f"{reply.status_code}: {error_text(reply)}")
         if reply.status_code == 400:
             raise ValueError(f"SGLang refuses the request: {error_text(reply)}")
@@ -134,8 +136,7 @@ class Generator:
         return self._client
 
     async def abort(self) -> None:
-        """End this client's requests; they come back with what was generated until then. A request lost
-        meanwhile is not sent again before the next `generate`."""
+        """End this client's requests; they come back with what was generated until then."""
         self._aborting = True
         async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
             while self._aborting and self._in_flight:  # one that has not arrived yet is not known there
@@ -247,10 +248,3 @@ UNSENT: dict[str, Any] = {  # the answer to a request that an abort came before
     "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "none"},
 }
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-
-
-def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -15,7 +15,14 @@ from ppo_lightning.engines.base import EngineError
 from ppo_lightning.engines.sglang_checksums import Layout
 from ppo_lightning.engines.sglang_control import Control, TransferError
 from ppo_lightning.engines.sglang_served import Served
-from ppo_lightning.engines.sglang_server import POLL, LoopThread, ServerProcess, answers, free_port
+from ppo_lightning.engines.sglang_server import (
+    POLL,
+    LoopThread,
+    ServerProcess,
+    answers,
+    first_of,
+    free_port,
+)
 from ppo_lightning.engines.transfer import make_transfer
 from ppo_lightning.engines.weight_store import Bucket, WeightStore, buckets
 
@@ -74,9 +81,12 @@ class Fleet:
         self._loop.spawn(self._watch())
 
     async def _start_all(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            for served in self.servers:
-                group.create_task(self._up(served))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for served in self.servers:
+                    group.create_task(self._up(served))
+        except BaseExceptionGroup as errors:
+            raise first_of(errors) from None
 
     async def _up(self, served: Served) -> None:
         if served.process is not None:
@@ -94,7 +104,7 @@ class Fleet:
 
     def route(self, urls: list[str]) -> str:
         """Start the router in front of `urls`; its address."""
-        flags = ["--worker-urls", *urls, "--policy", "cache_aware"]
+        flags = ["--worker-urls", *urls, "--policy", "round_robin"]
         flags += ["--prometheus-host", self._plan.host, "--prometheus-port", str(free_port(self._plan.host))]
         # /ready, because /health asks for a token: memory may be released only while nothing runs
         flags += ["--health-check-endpoint", "/ready", "--health-check-interval-secs", "2"]

@@ -157,6 +157,14 @@ class ServerProcess:
         return f"{status}; end of {self.log}:\n" + "\n".join(lines)
 
 
+def first_of(errors: BaseExceptionGroup[Any]) -> BaseException:
+    """The first error of a group of tasks: the others were ended by it."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 async def answers(client: httpx.AsyncClient, path: str) -> bool:
     """Whether a server says yes there, now."""
     try:

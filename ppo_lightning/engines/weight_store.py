@@ -50,11 +50,12 @@ class WeightStore:
     def __init__(self, checkpoint: str, place: str | None = None) -> None:
         parent = Path(place or tempfile.gettempdir())
         parent.mkdir(parents=True, exist_ok=True)
-        machine = f"{PREFIX}{socket.gethostname()}-"
-        for left in parent.glob(f"{machine}*"):
-            if not psutil.pid_exists(int(left.name.removeprefix(machine).split("-")[0])):
+        machine = socket.gethostname()
+        for left in parent.glob(f"{PREFIX}*@{machine}@*"):
+            pid = left.name.removeprefix(PREFIX).partition("@")[0]
+            if pid.isdecimal() and not psutil.pid_exists(int(pid)):
                 shutil.rmtree(left, ignore_errors=True)
-        self.root = Path(tempfile.mkdtemp(prefix=f"{machine}{os.getpid()}-", dir=parent))
+        self.root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}@{machine}@", dir=parent))
         self.root.chmod(0o755)  # disk transfer: a server may run as another user
         self.checkpoint = checkpoint
 

@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -190,6 +191,7 @@ class LocalLauncher(_SubprocessScriptLauncher):
             with suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, deadline - time.monotonic()))
         self._end_children(signal.SIGTERM)
+        shutil.rmtree(os.environ[_ERRORS], ignore_errors=True)
 
     def _notice_interrupts(self) -> None:
         """See Ctrl-C even while the main thread is inside a collective, where Python's handler cannot run."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
-from ppo_lightning.launchers.script import RayLaunchError, Script
+from ppo_lightning.launchers.script import RayLaunchError, Script, failures
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -125,7 +125,11 @@ class RayLauncher(_Launcher):
         self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
     ) -> Any:
         if "RANK" in os.environ:  # in an actor
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                failures.append(error)
+                raise
         import ray
 
         with self._cluster() as gpus, self._placed(gpus) as spots:

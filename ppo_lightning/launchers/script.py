@@ -22,26 +22,33 @@ FORWARDED: tuple[str, ...] = (
 FORWARDED += ("PYTHON", "PL_", "PPO_LIGHTNING_", "SGLANG_")
 
 
+failures: list[Exception] = []  # of `fit` in this process: a command line turns them into an exit status
+
+
 class RayLaunchError(RuntimeError):
     """The cluster cannot hold the job, or a part of it ended without an error of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """How this process was started, to start it again: a file or a module, its arguments, its directory."""
+    """How this process was started, to start it again: a file or a module, its arguments and surroundings."""
 
     argv: tuple[str, ...]
     module: str | None
     cwd: str
+    path: tuple[str, ...] = ()  # where it finds modules
     environment: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def current(cls) -> Script:
+        """Raises RayLaunchError where there is none: in an interactive session, or under `python -c`."""
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         module = None if spec is None else spec.name.removesuffix(".__main__")
         argv = (os.path.abspath(sys.argv[0]), *sys.argv[1:])
+        if module is None and not os.path.isfile(argv[0]):
+            raise RayLaunchError("each rank runs your script again: put it into a file and run that")
         passed = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
-        return cls(argv, module, os.getcwd(), passed)
+        return cls(argv, module, os.getcwd(), tuple(filter(None, sys.path)), passed)
 
     def run(self, environment: Mapping[str, str]) -> None:
         """Run it in this process, as its main program. Raises what it raises; an exit with a status other
@@ -50,6 +57,7 @@ class Script:
         if os.path.isdir(self.cwd):
             os.chdir(self.cwd)
         sys.argv[:] = self.argv
+        sys.path[:0] = [place for place in self.path if place not in sys.path]
         sys.path.insert(0, self.cwd if self.module else os.path.dirname(self.argv[0]))
         try:
             if self.module:
@@ -58,4 +66,5 @@ class Script:
                 runpy.run_path(self.argv[0], run_name="__main__")
         except SystemExit as end:  # Ray would take it for the wish of an actor to leave
             if end.code not in (None, 0):
-                raise end.__context__ or RayLaunchError(f"the script ended with status {end.code}") from None
+                unknown = RayLaunchError(f"the script ended with status {end.code}")
+                raise (failures[-1] if failures else unknown) from None

@@ -68,8 +68,7 @@ def convert(
     if found is None:
         raise CheckpointError(f"{source} holds no weights in the format {source_format}")
     if (found / "config.json").is_file() != (source_format == "hf"):
-        kind = "a torch_dist checkpoint" if source_format == "hf" else "a Hugging Face directory"
-        raise CheckpointError(f"{found} is {kind}, not {source_format}")
+        raise CheckpointError(f"{found} is no {source_format} directory; give --from the other format")
     root = Path(target).absolute()
     final = root / _RELEASE if target_format == "torch_dist" else root
     record = {"source": str(found.resolve()), "files": _fingerprint(found)}

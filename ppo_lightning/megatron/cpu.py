@@ -122,7 +122,7 @@ class _NullStream:
 def _replace_cuda_queries() -> None:
     cuda, cpu = torch.cuda, torch.device("cpu")
 
-    def put(name: str, function: types.FunctionType, *modules: types.ModuleType) -> None:
+    def put(name: str, function: Any, *modules: types.ModuleType) -> None:
         # a function object of its own for every name: dynamo refuses one that stands under two
         for module in modules or (cuda,):
             copy = types.FunctionType(

@@ -17,9 +17,9 @@ from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
-CHUNK_ELEMENTS = 2**26  # logits in flight when no chunk size is given: 256 MiB
+CHUNK_ELEMENTS = 2**25  # logits in flight when no chunk size is given: 128 MiB, and as much beside them
 
 
 def log_probs_and_entropy(
@@ -70,25 +70,24 @@ class VocabParallelLogProbs(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         vocabulary = weight[:columns].to(dtype)
         here = (local_targets >= 0) & (local_targets < columns)
-        # a rank without columns keeps the lowest finite maximum: its share of the sums becomes exactly 0
-        peak = hidden.new_full((hidden.size(0),), torch.finfo(dtype).min, dtype=dtype)
-        total, weighted, chosen = (torch.zeros_like(peak) for _ in range(3))
-        buffer, spare = _buffers(peak, min(chunk_size, hidden.size(0)), columns, entropy)
+        # of the distribution over this rank's columns alone; without columns its weight is nothing
+        normalizer = hidden.new_full((hidden.size(0),), torch.finfo(dtype).min, dtype=dtype)
+        chosen, spread = torch.zeros_like(normalizer), torch.zeros_like(normalizer)
+        logits, logp = _buffers(normalizer, min(chunk_size, hidden.size(0)), columns)
         for rows in _chunks(hidden.size(0) if columns else 0, chunk_size):
-            logits = torch.mm(
-                _scaled(hidden[rows], dtype, temperature), vocabulary.T, out=buffer[: _length(rows)]
-            )
-            torch.amax(logits, 1, out=peak[rows])
-            logits.sub_(peak[rows, None])
-            safe = local_targets[rows].clamp(0, columns - 1)
-            chosen[rows] = logits.gather(1, safe[:, None]).squeeze(1)
-            exponentials = torch.exp(logits, out=spare[: _length(rows)])
-            total[rows] = exponentials.sum(1)
+            x, p = logits[: _length(rows)], logp[: _length(rows)]
+            torch.mm(_scaled(hidden[rows], dtype, temperature), vocabulary.T, out=x)
+            torch.log_softmax(x, 1, out=p)
+            target = local_targets[rows, None].clamp(0, columns - 1)
+            chosen[rows] = x.gather(1, target).squeeze(1)
+            normalizer[rows] = chosen[rows] - p.gather(1, target).squeeze(1)
             if entropy:
-                weighted[rows] = exponentials.mul_(logits).sum(1)
+                spread[rows] = -_dot(torch.exp(p, out=x), p)
 
-        logprobs, normalizer, entropies = _combine(peak, total, weighted, chosen, here, group)
-        ctx.save_for_backward(hidden, weight, local_targets.masked_fill(~here, -1), normalizer, entropies)
+        local = normalizer
+        logprobs, normalizer, entropies = _combine(local, chosen, spread, here, group)
+        targets = local_targets.masked_fill(~here, -1)
+        ctx.save_for_backward(hidden, weight, targets, (local - normalizer).exp(), entropies)
         ctx.columns, ctx.temperature, ctx.chunk_size, ctx.entropy = columns, temperature, chunk_size, entropy
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -98,8 +97,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, normalizer, entropies = ctx.saved_tensors
-        dtype, columns = normalizer.dtype, ctx.columns
+        hidden, weight, targets, shares, entropies = ctx.saved_tensors
+        dtype, columns = shares.dtype, ctx.columns
         vocabulary = weight[:columns].to(dtype)
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
@@ -107,31 +106,44 @@ class VocabParallelLogProbs(torch.autograd.Function):
         if ctx.entropy:
             wanted = wanted | (grad_entropies != 0)
         active = wanted.nonzero().squeeze(1)  # masked and clipped tokens cost nothing and cannot spread a NaN
-        buffer, spare = _buffers(normalizer, min(ctx.chunk_size, active.numel()), columns, ctx.entropy)
+        logits, spare = _buffers(shares, min(ctx.chunk_size, active.numel()), columns)
         for chunk in _chunks(active.numel() if columns else 0, ctx.chunk_size):
             rows = active[chunk]
-            scaled = _scaled(hidden[rows], dtype, ctx.temperature)
-            logits = torch.mm(scaled, vocabulary.T, out=buffer[: rows.numel()])
-            logits.sub_(normalizer[rows, None])  # now log p
-            slope = grad_logprobs[rows, None]
-            slopes = torch.exp(logits, out=spare[: rows.numel()])
+            x, p = logits[: rows.numel()], spare[: rows.numel()]
+            scaled, slope, share = (
+                _scaled(hidden[rows], dtype, ctx.temperature),
+                grad_logprobs[rows],
+                shares[rows],
+            )
+            torch.mm(scaled, vocabulary.T, out=x)
             if ctx.entropy:
-                slopes.mul_(logits.add_(entropies[rows, None]).mul_(-grad_entropies[rows, None]).sub_(slope))
+                torch.log_softmax(x, 1, out=p)
+                flat = grad_entropies[rows]
+                constant = slope + flat * (entropies[rows] + share.log())
+                torch.exp(p, out=x).mul_(torch.addcmul(constant[:, None], p, flat[:, None], out=p))
+                slopes, factor = x, -share
             else:
-                slopes.mul_(-slope)
+                slopes, factor = torch.softmax(x, 1, out=p), -share * slope
+            # what the softmax pulls down, then what the target pushes up
             here = (targets[rows] >= 0).nonzero().squeeze(1)
-            slopes[here, targets[rows][here]] += slope[here, 0]
+            target = targets[rows][here]
             if grad_hidden is not None:
-                grad_hidden[rows] = torch.mm(slopes, vocabulary).div_(ctx.temperature)
+                pulled = torch.mm(slopes, vocabulary).mul_(factor[:, None])
+                pulled[here] += vocabulary[target] * slope[here, None]
+                grad_hidden[rows] = pulled.div_(ctx.temperature)
             if grad_weight is not None:
-                grad_weight[:columns].addmm_(slopes.T, scaled)
+                grad_weight[:columns].addmm_(slopes.T, scaled * factor[:, None])
+                grad_weight.index_add_(0, target, scaled[here] * slope[here, None])
         return grad_hidden, grad_weight, *(None,) * 6
 
 
-def _buffers(like: Tensor, rows: int, columns: int, two: bool) -> tuple[Tensor, Tensor]:
-    """Room for one chunk's logits and their exponentials: the same where the logits are not needed again."""
-    buffer = like.new_empty(rows, columns)
-    return buffer, torch.empty_like(buffer) if two else buffer
+def _buffers(like: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    return like.new_empty(rows, columns), like.new_empty(rows, columns)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Row by row, without a product of the whole size."""
+    return torch.bmm(a[:, None, :], b[:, :, None]).flatten()
 
 
 def _chunks(size: int, chunk_size: int) -> list[slice]:
@@ -148,27 +160,25 @@ def _scaled(hidden: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
 
 
 def _combine(
-    peak: Tensor,
-    total: Tensor,
-    weighted: Tensor,
-    chosen: Tensor,
-    here: Tensor,
-    group: dist.ProcessGroup | None,
+    local: Tensor, chosen: Tensor, spread: Tensor, here: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probability, log normalizer, entropy) from all ranks' sums, each relative to its own maximum."""
-    highest = peak.clone()
-    if group is not None and group.size() > 1:
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-    shift = peak - highest  # <= 0
-    factor = shift.exp()
+    """(log-probability, log normalizer, entropy) from every rank's own normalizer, target logit and entropy.
+
+    With s the share of a rank's columns in the whole, H = sum of s (H_rank - log s) over the ranks.
+    """
+    if group is None or group.size() == 1:
+        return torch.where(here, chosen - local, -torch.inf), local, spread
+    highest = local.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    total = (local - highest).exp()
+    dist.all_reduce(total, group=group)
+    normalizer = highest + total.log()
+    share = (local - normalizer).exp()
     sums = torch.stack(
-        (factor * total, factor * (weighted + shift * total), torch.where(here, chosen + shift, 0))
+        (torch.where(here, chosen - normalizer, 0), share * spread - torch.special.xlogy(share, share))
     )
-    if group is not None and group.size() > 1:
-        dist.all_reduce(sums, group=group)
-    total, weighted, chosen = sums.unbind(0)
-    log_total = total.log()
-    return chosen - log_total, highest + log_total, log_total - weighted / total
+    dist.all_reduce(sums, group=group)
+    return sums[0], normalizer, sums[1]
 
 
 def fresh_value_head(hidden_size: int, seed: int) -> Tensor:
@@ -176,16 +186,18 @@ def fresh_value_head(hidden_size: int, seed: int) -> Tensor:
     return torch.empty(1, hidden_size).normal_(std=0.02, generator=torch.Generator().manual_seed(seed))
 
 
-class ValueHead(torch.nn.Linear):
-    """hidden [t, 1, h] -> values [t], in the place of the output layer; fp32, replicated over tensor ranks.
+class ValueHead(nn.Linear):
+    """hidden [t, 1, h] -> values [t], in the place of the output layer; replicated over tensor ranks.
 
+    It computes in fp32. Its parameters have the model's type, as Megatron's optimizers cannot save a model of
+    two types; under bf16 the optimizer holds them in fp32, like all others.
     Under sequence parallelism every tensor rank computes its own slice of the tokens, and the values are
     gathered: weight *and bias* then see a part of the gradient each, and are marked so that Megatron sums
     it.
     """
 
     def __init__(self, config: TransformerConfig, *, seed: int, group: dist.ProcessGroup) -> None:
-        super().__init__(config.hidden_size, 1, bias=True, dtype=torch.float32)
+        super().__init__(config.hidden_size, 1, bias=True, dtype=config.params_dtype)
         self.group = group
         self.sequence_parallel = config.sequence_parallel
         for parameter in self.parameters():
@@ -195,7 +207,7 @@ class ValueHead(torch.nn.Linear):
             self.bias.zero_()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        values = super().forward(hidden.float())
+        values = nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self.group

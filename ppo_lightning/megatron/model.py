@@ -133,7 +133,7 @@ def build_model(
     models: list[nn.Module] = []
     for stage in range(topology.vpp or 1):
         vp_stage = stage if topology.vpp else None
-        model: nn.Module = TokenModel(
+        gpt = TokenModel(
             config,
             _layer_spec(config, _use_te(options), vp_stage),
             vocab_size=padded_vocab_size(arch.vocab, topology.tp),
@@ -147,14 +147,10 @@ def build_model(
             shape=arch,
             value_head=value_head,
         )
-        model.rotary_pos_emb.inv_freq = _inverse_frequencies(hf_config, arch).to(topology.device)
-        model = model.to(topology.device)
-        if options.bf16:
-            head = model.output_layer if value_head and model.post_process else None
-            model = Float16Module(config, model)
-            if head is not None:
-                head.float()
-        models.append(model)
+        rotary: Any = gpt.rotary_pos_emb
+        rotary.inv_freq = _inverse_frequencies(hf_config, arch).to(topology.device)
+        gpt.to(topology.device)
+        models.append(Float16Module(config, gpt) if options.bf16 else gpt)
     return models
 
 

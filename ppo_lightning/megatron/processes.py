@@ -124,7 +124,7 @@ class MegatronProcesses(ParallelStrategy):
         reset_seed()
         if not dist.is_initialized():
             assert self.cluster_environment is not None
-            backend = "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
+            backend = "nccl" if self.root_device.type == "cuda" else "gloo"
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
         minutes = max(1, int(self._timeout.total_seconds() // 60))
         self._topology = groups.initialize(**self._sizes, seed=self.seed, timeout_minutes=minutes)

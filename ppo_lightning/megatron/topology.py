@@ -106,9 +106,7 @@ def initialize(
             " change one of the sizes or the number of ranks"
         )
     if vpp is not None and vpp > 1 and pp == 1:
-        raise ValueError(
-            f"{vpp} virtual pipeline stages need a pipeline: set pipeline_model_parallel_size >= 2"
-        )
+        raise ValueError(f"{vpp} virtual stages need a pipeline: set pipeline_model_parallel_size >= 2")
     vpp = vpp if vpp is not None and vpp > 1 else None
     cpu.install()
     parallel_state.initialize_model_parallel(

@@ -22,9 +22,10 @@ _VALUE_HEAD_NAMES = ("score.weight", "score.bias")
 
 def unwrap(module: nn.Module) -> TokenModel:
     """The model inside Megatron's wrappers (data parallelism, 16-bit floats)."""
-    while not isinstance(module, TokenModel):
-        module = module.module
-    return module
+    inner: Any = module
+    while not isinstance(inner, TokenModel):
+        inner = inner.module
+    return inner
 
 
 def global_parameters(models: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
@@ -85,7 +86,8 @@ def stream(models: Sequence[nn.Module], hf_config: Any, topology: Topology) -> I
         if owner == topology.pp_rank:
             whole = _gather(name, parameters[name].detach(), topology, value_head)
         if topology.pp > 1:
-            whole = _broadcast(whole, *stages[owner][name], owner, topology)
+            dtype, shape = stages[owner][name]
+            whole = _broadcast(whole, dtype, shape, owner, topology)
         assert whole is not None
         yield from names.megatron_to_hf(name, whole, arch, value_head=value_head)
 

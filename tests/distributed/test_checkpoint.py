@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -135,6 +136,37 @@ def test_resume_is_bitwise(model_dir: str, tmp_path: Path, world: int, layout: d
     for rank in range(world):
         assert again[rank] == straight[rank], f"rank {rank}"
     assert files.latest_iteration(root) == files.latest_iteration(root + "_critic") == 2
+
+
+def save_behind(rank: int, world: int, model_dir: str, layout: dict[str, Any], root: str) -> Any:
+    """Train on while the writer, held back, has written nothing yet."""
+    strategy = build(world, model_dir, layout, ("actor", "critic"))
+    strategy.checkpoint_io.async_save = True
+    write, gate = torch_dist.Write.write, threading.Event()
+
+    def held(self: torch_dist.Write) -> None:
+        gate.wait()
+        write(self)
+
+    torch_dist.Write.write = held  # type: ignore[method-assign]
+    straight: list[Any] = []
+    for step in (1, 2):
+        train(strategy, 1)
+        gate.clear()
+        save(strategy, f"{root}/iter_{step:07d}", step, note="kept")
+        strategy.finish_saves(wait=False)
+        assert files.latest_iteration(root) == (None if step == 1 else 1)
+        straight = train(strategy, 2) if step == 2 else []
+        gate.set()
+        strategy.finish_saves(wait=True)
+        assert files.latest_iteration(root) == step
+    return straight, tensors(strategy)
+
+
+def test_an_asynchronous_save_holds_the_moment_it_was_asked_for(model_dir: str, tmp_path: Path) -> None:
+    root = str(tmp_path / "save")
+    straight = run_ranks(save_behind, 2, model_dir, SHARDED, root)
+    assert run_ranks(resume, 2, model_dir, SHARDED, root, 2) == straight
 
 
 @pytest.mark.parametrize(

@@ -115,3 +115,33 @@ def test_a_missing_or_broken_reward_names_itself(
 ) -> None:
     with pytest.raises(RankError, match=message):
         fit(1, options | {"output_dir": str(tmp_path / "out")}, [callback])
+
+
+def test_the_full_size_recipe_runs_with_a_toy_model(tmp_path: Path) -> None:
+    """qwen3_4b_ppo at its own layout, TP1 PP2 CP2 on four ranks, with a random model of four layers. Its
+    reward gives 0 to every response (no `</think>`), so a second one is added that tells them apart."""
+    toy = prepare(tmp_path, num_hidden_layers=4)
+    prompts = Path(toy["prompt_data"])
+    prompts.write_text(prompts.read_text().replace('"input"', '"label": "1", "prompt"'))
+    changed = {
+        "recipe": "qwen3_4b_ppo",
+        "hf_checkpoint": toy["hf_checkpoint"],
+        "ref_load": None,
+        "prompt_data": str(prompts),
+        "num_rollout": 3,
+        "rollout_max_response_len": 12,
+        "max_tokens_per_gpu": 512,
+        "rollout_engine": "hf",
+        "sglang_args": (),
+        "colocate": False,
+        "bf16": False,
+        "output_dir": str(tmp_path / "out"),
+    }
+    ranks = fit(4, changed)
+    for seen in ranks:
+        assert seen["rows"] == ranks[0]["rows"]
+        assert seen["step"] == 3
+    assert [("train/loss" in row) for row in ranks[0]["rows"]] == [False, True, True]  # one critic-only step
+    assert all(math.isfinite(v) for row in ranks[0]["rows"] for v in row.values())
+    assert (tmp_path / "out" / "checkpoints" / "iter_0000003").is_dir()
+    assert (tmp_path / "out" / "checkpoints_critic" / "iter_0000003").is_dir()

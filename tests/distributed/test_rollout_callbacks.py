@@ -36,6 +36,10 @@ class WatchEval(PPOCallback):
         with (self.directory / f"rank{trainer.global_rank}.jsonl").open("a") as file:
             file.write(json.dumps([trainer.global_step, results]) + "\n")
 
+    def on_train_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        """The last evaluation came with the last step, where a checkpoint can still be judged by it."""
+        assert self.read(trainer.global_rank)[-1][0] == trainer.global_step
+
     def read(self, rank: int) -> list[tuple[int, dict[str, float]]]:
         lines = (self.directory / f"rank{rank}.jsonl").read_text().splitlines()
         return [(step, results) for step, results in map(json.loads, lines)]

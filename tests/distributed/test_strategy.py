@@ -234,7 +234,7 @@ def test_update_equals_transformers_and_torch(
 
 
 def spoiled_steps(rank: int, world: int, directory: str, layout: dict[str, Any]) -> dict[str, Any]:
-    """Two losses and a gradient that are no numbers, then a good step; NaN only where one token says so."""
+    """Losses or gradients that are no numbers, then a good step; NaN and inf only where one token says so."""
     strategy = make_strategy(world, **layout)
     strategy.setup_model("critic", directory, optimizer=OPTIONS)
     strategy.load_weights("critic", directory)
@@ -249,8 +249,9 @@ def spoiled_steps(rank: int, world: int, directory: str, layout: dict[str, Any])
         strategy.forward_backward("critic", mine, value_loss)
         reports.append(strategy.step("critic"))
     mine[0].fields.returns[0] = 1.0
-    strategy.forward_backward("critic", mine, exploding_loss)
-    reports.append(strategy.step("critic"))
+    for loss in (exploding_loss, hollow_loss):
+        strategy.forward_backward("critic", mine, loss)
+        reports.append(strategy.step("critic"))
     unchanged = all(torch.equal(v, before[k]) for k, v in strategy.weights("critic"))
     steps = role.steps
     strategy.forward_backward("critic", mine, value_loss)
@@ -264,11 +265,17 @@ def exploding_loss(outputs: TokenOutputs, fields: TokenFields) -> tuple[Tensor, 
     return loss, {}
 
 
+def hollow_loss(outputs: TokenOutputs, fields: TokenFields) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss that is no number, whose gradient is finite."""
+    loss, metrics = value_loss(outputs, fields)
+    return loss + float("nan"), metrics
+
+
 @pytest.mark.parametrize("layout", ["one", "dp2", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_a_loss_or_gradient_that_is_no_number_changes_nothing(model_dir: str, layout: str) -> None:
     world, arguments = LAYOUTS[layout]
     for got in run_ranks(spoiled_steps, world, model_dir, arguments):
-        assert [r.skipped for r in got["reports"]] == [True, True, True, False]
+        assert [r.skipped for r in got["reports"]] == [True, True, True, True, False]
         assert got["unchanged"]
         assert got["steps"] == (0, 1)
         assert math.isfinite(got["reports"][-1].grad_norm)
