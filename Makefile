@@ -48,7 +48,7 @@ bench: setup
 	$(PY) -m benchmarks
 
 lock: setup
-	$(PY) -m pip freeze --exclude-editable | sed 's/+cpu//' | sort -f > $(LOCK)
+	$(PY) -m pip freeze --all --exclude-editable | sed 's/+cpu//' | grep -v "^pip==" | sort -f > $(LOCK)
 
 clean:
 	rm -rf outputs data models build *.egg-info
