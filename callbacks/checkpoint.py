@@ -85,7 +85,7 @@ class MegatronCheckpoint(ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
         if trainer.is_global_zero and stage == "fit":
             root = Path(str(self.dirpath))
-            for place in (root, _strategy(trainer).checkpoint_io.critic_dir(root / "x").parent):
+            for place in (root, _strategy(trainer).io.critic_dir(root / "x").parent):
                 clean(place)
 
     def on_train_batch_end(
@@ -133,7 +133,7 @@ class MegatronCheckpoint(ModelCheckpoint):
             self.best_model_path = path
         self.last_model_path = path
         best = {i for p in self.best_k_models if (i := iteration_of(p)) is not None}
-        _strategy(trainer).checkpoint_io.retention = Retention(self._kept(), frozenset(best))
+        _strategy(trainer).io.retention = Retention(self._kept(), frozenset(best))
         self._save_checkpoint(trainer, path)
 
     def _take_if_best(self, trainer: pl.Trainer, path: str, candidates: dict[str, Tensor]) -> bool:
@@ -185,7 +185,7 @@ class MegatronCheckpoint(ModelCheckpoint):
     def _last_on_disk(self, trainer: pl.Trainer) -> Path | None:
         if self.dirpath is None:
             return None
-        return resume_path(self.dirpath, auto_fallback=_strategy(trainer).checkpoint_io.auto_fallback)
+        return resume_path(self.dirpath, auto_fallback=_strategy(trainer).io.auto_fallback)
 
 
 def _strategy(trainer: pl.Trainer) -> MegatronStrategy:

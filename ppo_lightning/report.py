@@ -26,6 +26,7 @@ def write_report(output_dir: str | Path) -> Path:
     not over, or logged only some of the metrics, gives the panels it can. Raises ReportError that names what
     is missing."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     directory = Path(output_dir)
     curves = read_curves(directory / "metrics.csv")
@@ -37,6 +38,7 @@ def write_report(output_dir: str | Path) -> Path:
         if not axes.has_data():
             axes.text(0.5, 0.5, "nothing logged yet", ha="center", va="center", transform=axes.transAxes)
         axes.set_xlabel("rollouts done")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
     target = directory / "report.png"
     partial = directory / "report.png.partial"

@@ -49,7 +49,7 @@ def config() -> PPOConfig:
         label_key="label",
         apply_chat_template=True,
         rollout_shuffle=True,
-        num_rollout=30,
+        num_rollout=40,
         rollout_batch_size=128,
         num_steps_per_rollout=2,
         rollout_max_response_len=22,

@@ -358,6 +358,6 @@ def test_smollm2_on_real_text(tmp_path: Path) -> None:
     want = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
     assert want.mean() > -4  # it is a language model, and this is language
     (found,) = run_ranks(logprobs_after, 1, hf, tmp_path / "megatron", tokens, 1, timeout=300)
-    torch.testing.assert_close(found, want, rtol=0, atol=2e-5)
+    assert (found - want).abs().max() < 1e-5 * logits.abs().max()  # fp32 of 30 layers, by other kernels
     to_hf(tmp_path / "megatron", tmp_path / "back", hf)
     assert_same_bits(hf, tmp_path / "back")

@@ -32,6 +32,8 @@ from tests.sglang_fixtures import (
     weights,
 )
 
+pytestmark = pytest.mark.slow  # servers of a minute each: `make test-all`
+
 sglang_checkpoint, sglang_engine = fixtures.sglang_checkpoint, fixtures.sglang_engine
 
 

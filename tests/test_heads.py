@@ -171,9 +171,10 @@ def test_logits_never_exist_in_full() -> None:
     assert Largest.elements == 1600  # 16 tokens x 100 columns; hidden and its gradient are as large
 
 
-def sharded(rank: int, world: int, padded: int) -> dict[str, Tensor]:
+def sharded(rank: int, world: int, padded: int, scale: float = 1.0) -> dict[str, Tensor]:
     """The head over `world` ranks; the padded rows of the weight are large, and must not be seen."""
     hidden, weight, targets, slopes, entropy_slopes = inputs()
+    weight *= scale
     full = torch.cat([weight, torch.full((padded - VOCAB, HIDDEN), 50.0)])
     mine = full.chunk(world)[rank].clone().requires_grad_()
     hidden.requires_grad_()
@@ -211,6 +212,13 @@ def test_vocabulary_over_ranks_is_the_softmax_in_full(world: int, padded: int) -
     weight = torch.cat([found["weight"] for found in ranks])
     torch.testing.assert_close(weight[:VOCAB].double(), want["weight"], rtol=2e-5, atol=2e-5)
     assert weight[VOCAB:].abs().max() == 0
+
+
+def test_rank_without_any_probability_gives_finite_gradients() -> None:
+    """Logits so far apart that one rank's share of the distribution is below the smallest float."""
+    for found in run_ranks(sharded, 2, 30, 300.0):
+        for name, tensor in found.items():
+            assert tensor.isfinite().all(), name
 
 
 def test_fresh_value_head_follows_its_seed() -> None:

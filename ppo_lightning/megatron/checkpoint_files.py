@@ -186,7 +186,7 @@ def digest_of(file: Path) -> str:
     return digest.hexdigest()
 
 
-def write_durably(file: Path, data: bytes) -> None:
+def write_durably(file: Path, data: bytes | memoryview) -> None:
     with file.open("wb") as stream:
         stream.write(data)
         stream.flush()

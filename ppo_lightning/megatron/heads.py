@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-CHUNK_ELEMENTS = 2**25  # logits in flight when no chunk size is given: 128 MiB, and as much beside them
+CHUNK_ELEMENTS = 2**26  # logits in flight by default: 256 MiB, and as much again for work on them
 
 
 def log_probs_and_entropy(
@@ -87,7 +87,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
         local = normalizer
         logprobs, normalizer, entropies = _combine(local, chosen, spread, here, group)
         targets = local_targets.masked_fill(~here, -1)
-        ctx.save_for_backward(hidden, weight, targets, (local - normalizer).exp(), entropies)
+        log_shares = (local - normalizer).clamp(min=-1e4)  # finite, where the share itself is 0
+        ctx.save_for_backward(hidden, weight, targets, log_shares, entropies)
         ctx.columns, ctx.temperature, ctx.chunk_size, ctx.entropy = columns, temperature, chunk_size, entropy
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -97,8 +98,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, shares, entropies = ctx.saved_tensors
-        dtype, columns = shares.dtype, ctx.columns
+        hidden, weight, targets, log_shares, entropies = ctx.saved_tensors
+        dtype, columns = log_shares.dtype, ctx.columns
         vocabulary = weight[:columns].to(dtype)
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
@@ -106,15 +107,12 @@ class VocabParallelLogProbs(torch.autograd.Function):
         if ctx.entropy:
             wanted = wanted | (grad_entropies != 0)
         active = wanted.nonzero().squeeze(1)  # masked and clipped tokens cost nothing and cannot spread a NaN
-        logits, spare = _buffers(shares, min(ctx.chunk_size, active.numel()), columns)
+        logits, spare = _buffers(log_shares, min(ctx.chunk_size, active.numel()), columns)
         for chunk in _chunks(active.numel() if columns else 0, ctx.chunk_size):
             rows = active[chunk]
             x, p = logits[: rows.numel()], spare[: rows.numel()]
-            scaled, slope, share = (
-                _scaled(hidden[rows], dtype, ctx.temperature),
-                grad_logprobs[rows],
-                shares[rows],
-            )
+            scaled = _scaled(hidden[rows], dtype, ctx.temperature)
+            slope, share = grad_logprobs[rows], log_shares[rows].exp()
             torch.mm(scaled, vocabulary.T, out=x)
             if ctx.entropy:
                 torch.log_softmax(x, 1, out=p)

@@ -12,10 +12,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 def rng_state() -> dict[str, Any]:
     """All random states of this process, as tensors and plain values."""
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *map(float, rest)],
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *map(float, rest)],
         "torch": torch.get_rng_state(),
         "megatron": {k: v.cpu() for k, v in get_cuda_rng_tracker().get_states().items()},
     }

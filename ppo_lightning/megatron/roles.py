@@ -54,8 +54,8 @@ class Role:
     name: str
     hf_config: Any
     topology: Topology
-    models: list[nn.Module]  # one a virtual pipeline stage
-    chunks: list[nn.Module]
+    models: list[Any]  # Megatron modules, one a virtual pipeline stage
+    chunks: list[Any]
     options: OptimizerOptions | None = None
     optimizer: MegatronOptimizer | None = None
     hf_checkpoint: str = ""  # where the architecture was read
@@ -127,7 +127,7 @@ class Role:
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
-    def named_models(self) -> list[tuple[str, nn.Module]]:
+    def named_models(self) -> list[tuple[str, Any]]:
         """The models under Megatron-LM's names: "model", or "model0", "model1", ... with virtual stages."""
         if len(self.models) == 1:
             return [("model", self.models[0])]
@@ -145,7 +145,7 @@ class Role:
             "non_homogeneous_layers": per_layer_keys,  # "layers.0.…" instead of one tensor over all layers
             "dp_cp_group": self.topology.dp_cp_group,
         }
-        state = {k: m.sharded_state_dict(metadata=metadata) for k, m in self.named_models()}
+        state: dict[str, Any] = {k: m.sharded_state_dict(metadata=metadata) for k, m in self.named_models()}
         if optimizer and self.optimizer is not None:
             shards = dict(state)
             state["optimizer"] = self.optimizer.sharded_state_dict(
@@ -202,7 +202,8 @@ class Role:
 
     def _summed(self, parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
         """Sums over micro-batches, data and context ranks of the last stage, told to the other stages."""
-        t, box = self.topology, [{}]
+        t = self.topology
+        box: list[dict[str, float]] = [{}]
         if t.is_last_stage:
             names = sorted(parts[0])
             sums = torch.stack([torch.stack([p[k] for k in names]) for p in parts]).sum(0)

@@ -61,6 +61,8 @@ def load_file(path: Path) -> Any:
 class SafeReader(CachedMetadataFileSystemReader):
     """Reads `.metadata`, a pickle, with the classes that such a file is made of and no others."""
 
+    _cached_metadata: Metadata | None
+
     def read_metadata(self) -> Metadata:
         if self._cached_metadata is None:
             path = Path(self.path) / ".metadata"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,14 +78,14 @@ class MegatronStrategy(MegatronProcesses):
         self.roles: dict[str, Role] = {}
         self._unread: dict[str, str] = {}  # role -> where its first weights lie
         self.use_distributed_optimizer = use_distributed_optimizer
-        self._model_options = {
-            "bf16": bf16,
-            "recompute_granularity": recompute_granularity,
-            "recompute_method": recompute_method,
-            "recompute_num_layers": recompute_num_layers,
-            "log_probs_chunk_size": log_probs_chunk_size,
-            "seed": seed,
-        }
+        self._model_options = ModelOptions(
+            bf16=bf16,
+            recompute_granularity=recompute_granularity,
+            recompute_method=recompute_method,
+            recompute_num_layers=recompute_num_layers,
+            log_probs_chunk_size=log_probs_chunk_size,
+            seed=seed,
+        )
         self._offload = offload or Offload()
         self._pending_rng: dict[str, Any] | None = None
 
@@ -131,7 +132,7 @@ class MegatronStrategy(MegatronProcesses):
         still to be loaded. Without `optimizer` it is frozen. Collective."""
         from transformers import AutoConfig
 
-        options = ModelOptions(temperature=temperature, **self._model_options)
+        options = replace(self._model_options, temperature=temperature)
         self.roles[role] = build_role(
             role,
             AutoConfig.from_pretrained(hf_checkpoint),
@@ -234,9 +235,9 @@ class MegatronStrategy(MegatronProcesses):
         """Actor, trainer and random states to the directory `filepath`, the critic to its own place.
         Collective."""
         shards = Shards(self.roles, "optimizer_states" in checkpoint, rng_state(), self.resident)
-        if self._io.save_hf:
+        if self.io.save_hf:
             shards.write_hf = self.save_hf
-        self._io.save_checkpoint(checkpoint, filepath, shards)
+        self.io.save_checkpoint(checkpoint, filepath, shards)
 
     def save_hf(self, target: Path) -> None:
         """The actor as a Hugging Face directory `target`, made by rank 0. Collective."""
@@ -247,7 +248,7 @@ class MegatronStrategy(MegatronProcesses):
 
     def finish_saves(self, *, wait: bool = True) -> None:
         """Publish an asynchronous save that is written by now, or `wait` for it. Collective."""
-        self._io.finish(wait=wait)
+        self.io.finish(wait=wait)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill every role from the checkpoint directory and the critic's that belongs to it; Lightning's own
@@ -257,19 +258,19 @@ class MegatronStrategy(MegatronProcesses):
         module = self.lightning_module
         fitting = module is None or module.trainer.state.fn == TrainerFn.FITTING
         trained = {name: role for name, role in self.roles.items() if role.optimizer is not None}
-        places = self._io.verified(self.broadcast(str(checkpoint_path)), trained, optimizer=fitting)
+        places = self.io.verified(self.broadcast(str(checkpoint_path)), trained, optimizer=fitting)
         for name, directory in places.items():
             if name in trained:
                 self._unread.pop(name, None)
                 with self.resident(name):
-                    self._io.load_role(trained[name], directory, optimizer=fitting)
+                    self.io.load_role(trained[name], directory, optimizer=fitting)
                 rank_zero_info(f"{name}: goes on from {directory}")
-        self._pending_rng = self._io.load_rng(places["actor"])
-        return self._io.load_checkpoint(places["actor"])
+        self._pending_rng = self.io.load_rng(places["actor"])
+        return self.io.load_checkpoint(places["actor"])
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
-            self._io.remove_checkpoint(filepath)
+            self.io.remove_checkpoint(filepath)
 
     def on_train_start(self) -> None:
         """The last moment before the first batch: nothing draws random numbers between here and there."""
@@ -290,7 +291,7 @@ class MegatronStrategy(MegatronProcesses):
         """Nothing left to do: `load_checkpoint` has filled the optimizers."""
 
     @property
-    def _io(self) -> MegatronCheckpointIO:
+    def io(self) -> MegatronCheckpointIO:
         io = self.checkpoint_io
         if not isinstance(io, MegatronCheckpointIO):
             raise TypeError(f"MegatronStrategy needs a MegatronCheckpointIO, not {type(io).__name__}")

@@ -114,7 +114,7 @@ class _Writer(FileSystemWriterAsync):
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         self._name = f"{plan.storage_data.prefix}0.distcp"
         for item in plan.items:
-            data = planner.resolve_data(item)
+            data: Any = planner.resolve_data(item)
             if item.type != WriteItemType.BYTE_IO:
                 data = data.detach()
                 if self._copies is not None:
@@ -137,7 +137,7 @@ class _Writer(FileSystemWriterAsync):
             self._error = error
         self._items.clear()
 
-    def _write_one(self, stream: _Hashed, item: Any, data: Any) -> Any:
+    def _write_one(self, stream: Any, item: Any, data: Any) -> Any:
         if item.type != WriteItemType.BYTE_IO:
             data = data.cpu()
             if data.untyped_storage().size() != data.numel() * data.itemsize:
