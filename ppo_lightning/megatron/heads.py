@@ -117,7 +117,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
             if ctx.entropy:
                 torch.log_softmax(x, 1, out=p)
                 flat = grad_entropies[rows]
-                constant = slope + flat * (entropies[rows] + share.log())
+                constant = slope + flat * (entropies[rows] + log_shares[rows])
                 torch.exp(p, out=x).mul_(torch.addcmul(constant[:, None], p, flat[:, None], out=p))
                 slopes, factor = x, -share
             else:
