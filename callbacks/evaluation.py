@@ -198,7 +198,7 @@ class EvalCallback(PPOCallback):
             return {}
         self.evaluated_at = trainer.global_step
         data: PromptDataModule = trainer.datamodule  # type: ignore[attr-defined] # set by Lightning's `fit`
-        results = evaluate(
+        self.results = results = evaluate(
             data.eval_prompts(),
             require(module.engine, "module.engine", "RolloutCallback"),
             module.score,

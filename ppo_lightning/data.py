@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from jinja2 import TemplateError
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
 
 from ppo_lightning import rewards
 from ppo_lightning.config import ConfigError
@@ -66,7 +67,9 @@ class PromptDataModule(pl.LightningDataModule):
     def val_dataloader(self) -> list[Any]:
         """One empty batch for `trainer.validate`, which the evaluation callback answers; none while fitting,
         where that callback comes by itself."""
-        return [] if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING else [[[]]]
+        if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
+            return []
+        return [DataLoader(range(1), batch_size=None)]  # type: ignore[arg-type]
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Prompts hold no tensors; Lightning would copy them field by field."""

@@ -56,8 +56,9 @@ def main(launcher: str, directory: str, fault: str = "") -> None:
     module = Line(fault)
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=2,
-        strategy=Strategy(RayLauncher(2) if launcher == "ray" else None),
+        devices=1 if launcher == "ray" else 2,
+        num_nodes=2 if launcher == "ray" else 1,
+        strategy=Strategy(RayLauncher(per_node=1, nodes=2) if launcher == "ray" else None),
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,

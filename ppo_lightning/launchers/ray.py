@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +45,6 @@ class Service:
 class Spot:
     """Where an actor stands."""
 
-    node: str
     host: str
     port: int  # free, when it was asked for
     gpus: tuple[int, ...]
@@ -61,7 +61,7 @@ class Rank:
             s.bind((host, 0))
             port = s.getsockname()[1]
         gpus = tuple(int(gpu) for gpu in ray.get_gpu_ids())
-        return Spot(ray.get_runtime_context().get_node_id(), host, port, gpus)
+        return Spot(host, port, gpus)
 
     def run(self, script: Script, environment: dict[str, str]) -> None:
         script.run(environment)
@@ -89,19 +89,30 @@ class Rank:
 
 
 class RayLauncher(_Launcher):
-    """Places `ranks` ranks in a placement group, one bundle each (a GPU, or a core where the cluster has no
-    GPUs), and every service in a bundle of its own; sets what torchrun would set; and runs the user's
-    script again in each. The driver's own script ends where it called `fit`: what comes after it runs in
-    the ranks.
+    """Places `per_node` ranks on each of `nodes` nodes, every rank in a bundle of a placement group (a GPU,
+    or a core where the cluster has no GPUs), and every service in a bundle of its own; sets what torchrun
+    would set; and runs the user's script again for each rank. The driver's own script ends where it called
+    `fit`: what comes after it runs in the ranks.
 
-    RAY_ADDRESS names the cluster; without it a local one is started, with `init` for `ray.init`. The first
-    failure ends the job with that error. No actor outlives the call."""
+    RAY_ADDRESS names the cluster; without it a local one is started, with `init` for `ray.init`. Two "nodes"
+    may lie on one machine that has room for both. The first failure ends the job with that error. No actor
+    outlives the call."""
 
     def __init__(
-        self, ranks: int, services: Sequence[Service] = (), *, init: Mapping[str, Any] | None = None
+        self,
+        per_node: int,
+        nodes: int = 1,
+        services: Sequence[Service] = (),
+        *,
+        init: Mapping[str, Any] | None = None,
     ) -> None:
-        self.ranks, self.services, self._init = ranks, tuple(services), dict(init or {})
+        self.per_node, self.nodes, self.services = per_node, nodes, tuple(services)
+        self._init = dict(init or {})
         self._actors: list[Any] = []
+
+    @property
+    def ranks(self) -> int:
+        return self.per_node * self.nodes
 
     @classmethod
     def from_config(cls, config: PPOConfig) -> RayLauncher:
@@ -115,7 +126,7 @@ class RayLauncher(_Launcher):
         keeper = ("ppo_lightning.engines.sglang_keeper", "{host}", "{port}")
         text = config.to_yaml()
         services = [Service(f"engine {e}", (*keeper, str(e)), text, size) for e in range(engines)]
-        return cls(config.world_size, services)
+        return cls(cluster.actor_num_gpus_per_node or 1, cluster.actor_num_nodes, services)
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -134,7 +145,7 @@ class RayLauncher(_Launcher):
 
         with self._cluster() as gpus, self._placed(gpus) as spots:
             ranks, services = self._actors[: self.ranks], self._actors[self.ranks :]
-            order, environments = arrange(spots[: self.ranks])
+            order, environments = arrange(spots[: self.ranks], self.per_node)
             urls = [f"http://{spot.host}:{spot.port}" for spot in spots[self.ranks :]]
             script = Script.current()
             running: dict[Any, str] = {}
@@ -173,6 +184,12 @@ class RayLauncher(_Launcher):
             has = ray.cluster_resources()
             gpus = has.get("GPU", 0) > 0
             kind = "GPU" if gpus else "CPU"
+            largest = max(node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"])
+            if largest < self.per_node:
+                raise RayLaunchError(
+                    f"{self.per_node} ranks a node are wanted, the largest node of the Ray cluster has"
+                    f" {largest:g} {kind}s: lower --actor-num-gpus-per-node, raise --actor-num-nodes"
+                )
             if has.get(kind, 0) < needed:
                 raise RayLaunchError(
                     f"the job needs {needed} {kind}s ({self.ranks} ranks and the engines), the Ray cluster"
@@ -192,52 +209,57 @@ class RayLauncher(_Launcher):
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        kind = "GPU" if gpus else "CPU"
+        kind, more = ("GPU", {"CPU": 1}) if gpus else ("CPU", {})
         sizes = [1] * self.ranks + [service.gpus for service in self.services]
-        group = placement_group(
-            [{kind: size} | ({"CPU": 1} if gpus else {}) for size in sizes], strategy="PACK"
-        )
+        bundles = [{kind: size} | more for size in sizes]
+        node = bundles[: self.per_node]
+        groups = [placement_group(node, strategy="STRICT_PACK") for _ in range(self.nodes)]
+        if self.services:
+            groups.append(placement_group(bundles[self.ranks :], strategy="PACK"))
+        places = [(group, index) for group in groups for index in range(group.bundle_count)]
+        end = time.monotonic() + PLACEMENT_LIMIT
         try:
-            if not group.wait(PLACEMENT_LIMIT):
+            if not all([group.wait(max(0.0, end - time.monotonic())) for group in groups]):
                 raise RayLaunchError(
-                    f"no room for the job within {PLACEMENT_LIMIT:g} s: it wants bundles of {sizes} {kind}s,"
-                    f" free are {ray.available_resources().get(kind, 0):g}"
+                    f"no room for the job within {PLACEMENT_LIMIT:g} s: it wants {self.nodes} times"
+                    f" {self.per_node} {kind}s on one node, and {sizes[self.ranks :]} for engines; free are"
+                    f" {ray.available_resources().get(kind, 0):g}"
                 )
-            for index, size in enumerate(sizes):
+            for number, (place, size) in enumerate(zip(places, sizes, strict=True)):
                 # ranks of a node see each other's GPUs, as under torchrun; services get theirs from Ray
-                seen = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if index < self.ranks else {}
+                seen = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if number < self.ranks else {}
                 actor = ray.remote(Rank).options(
                     num_cpus=1 if gpus else size,
                     num_gpus=size if gpus else 0,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(*place),
                     runtime_env={"env_vars": seen},
                 )
                 self._actors.append(actor.remote())
             yield ray.get([actor.spot.remote() for actor in self._actors])
         finally:
             self.kill(None)
-            remove_placement_group(group)
+            for group in groups:
+                remove_placement_group(group)
 
 
-def arrange(spots: Sequence[Spot]) -> tuple[list[int], list[dict[str, str]]]:
-    """For each rank the index of its spot, ranks of a node in a row, and the environment that torchrun
-    would set."""
-    nodes = list(dict.fromkeys(spot.node for spot in spots))
-    order = sorted(range(len(spots)), key=lambda i: (nodes.index(spots[i].node), spots[i].gpus, i))
+def arrange(spots: Sequence[Spot], per_node: int) -> tuple[list[int], list[dict[str, str]]]:
+    """For each rank the index of its spot, and the environment that torchrun would set. Each `per_node` spots
+    make a node; its ranks stand in the order of their GPUs."""
+    order = sorted(range(len(spots)), key=lambda i: (i // per_node, spots[i].gpus, i))
     environments = []
-    for rank, index in enumerate(order):
-        here = [i for i in order if spots[i].node == spots[index].node]
+    for rank in range(len(spots)):
+        node = rank // per_node
         environment = {
             "RANK": str(rank),
             "WORLD_SIZE": str(len(spots)),
-            "LOCAL_RANK": str(here.index(index)),
-            "LOCAL_WORLD_SIZE": str(len(here)),
-            "GROUP_RANK": str(nodes.index(spots[index].node)),
+            "LOCAL_RANK": str(rank % per_node),
+            "LOCAL_WORLD_SIZE": str(per_node),
+            "GROUP_RANK": str(node),
             "MASTER_ADDR": spots[order[0]].host,
             "MASTER_PORT": str(spots[order[0]].port),
             "TORCHELASTIC_RUN_ID": "ray",  # by this Lightning knows that its processes exist already
         }
-        gpus = sorted(gpu for i in here for gpu in spots[i].gpus)
+        gpus = sorted(gpu for i in order[node * per_node :][:per_node] for gpu in spots[i].gpus)
         if gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         environments.append(environment)
