@@ -30,7 +30,7 @@ from ppo_lightning.checks import check_files
 from ppo_lightning.config import ConfigError, PPOConfig
 from ppo_lightning.data import PromptDataModule
 from ppo_lightning.loggers import MetricsCSV, log_to_file, quiet
-from ppo_lightning.megatron.checkpoint_sources import resume_path
+from ppo_lightning.megatron.checkpoint_sources import resume_path, run_checkpoint
 from ppo_lightning.megatron.strategy import MegatronStrategy
 from ppo_lightning.module import PPOModule
 
@@ -64,7 +64,7 @@ def fit(config: PPOConfig, callbacks: Sequence[pl.Callback] = ()) -> pl.Trainer:
     made."""
     trainer, module, data = build(config, callbacks)
     config = module.config
-    checkpoint = checkpoint_to_resume(config)
+    checkpoint = run_checkpoint(config)
     trainer.fit(module, data, ckpt_path=str(checkpoint) if checkpoint else None)
     if trainer.is_global_zero:
         announce(config, trainer)
@@ -177,7 +177,7 @@ def loggers(config: PPOConfig) -> list[Logger]:
     directory = config.logging.output_dir
     made: list[Logger] = [MetricsCSV(directory)]
     if config.logging.use_tensorboard:
-        checkpoint = checkpoint_to_resume(config)
+        checkpoint = run_checkpoint(config)
         step = int(checkpoint.name.removeprefix("iter_")) if checkpoint else None
         made.append(TensorBoardLogger(directory, name="tensorboard", version="", purge_step=step))
     if config.logging.use_wandb:
@@ -185,13 +185,6 @@ def loggers(config: PPOConfig) -> list[Logger]:
 
         made.append(WandbLogger(project=config.logging.wandb_project, save_dir=directory))
     return made
-
-
-def checkpoint_to_resume(config: PPOConfig) -> Path | None:
-    """The iteration directory that this run goes on from, if any."""
-    if config.model.finetune:
-        return None
-    return resume_path(config.model.load, config.model.ckpt_step, auto_fallback=config.model.auto_fallback)
 
 
 def current_rank() -> int:

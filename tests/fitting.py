@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from ppo_lightning import PPOConfig, build
 from ppo_lightning.callbacks import PPOCallback, RewardCallback
 from ppo_lightning.cli import load_recipe
-from ppo_lightning.run import checkpoint_to_resume
+from ppo_lightning.megatron.checkpoint_sources import run_checkpoint
 from tests.tinymodel import make_tiny_model
 
 
@@ -82,7 +82,7 @@ def fit_rank(
     record = Record()
     scored = config.debug.load_debug_rollout_data is not None
     trainer, module, data = build(config, [*([] if scored else [DigitShare()]), record, *callbacks])
-    checkpoint = checkpoint_to_resume(module.config) if resume else None
+    checkpoint = run_checkpoint(module.config) if resume else None
     trainer.fit(module, data, ckpt_path=str(checkpoint) if checkpoint else None)
     return {
         "rows": record.rows,
