@@ -111,7 +111,7 @@ class Fleet:
         flags += ["--health-failure-threshold", "1", "--health-success-threshold", "1"]
         # requests are sent again by the client, which knows when the servers are given up
         flags += ["--disable-retries", "--disable-circuit-breaker", "--request-timeout-secs", "86400"]
-        flags += ["--worker-startup-check-interval", "1"]
+        flags += ["--worker-startup-check-interval", "1", "--log-level", "warn"]
         self._router = ServerProcess(
             "router", self._plan.host, flags, self._plan.log("router"), self._plan.cpu
         )

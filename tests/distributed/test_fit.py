@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ppo_lightning.callbacks import PPOCallback, RewardCallback
+from ppo_lightning.config import PPOConfig
+from ppo_lightning.run import evaluate
 from tests.distributed.ranks import RankError, run_ranks
-from tests.fitting import fit_rank, prepare
+from tests.fitting import DigitShare, fit_rank, prepare
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +150,24 @@ def test_the_full_size_recipe_runs_with_a_toy_model(tmp_path: Path) -> None:
     assert all(math.isfinite(v) for row in ranks[0]["rows"] for v in row.values())
     assert (tmp_path / "out" / "checkpoints" / "iter_0000003").is_dir()
     assert (tmp_path / "out" / "checkpoints_critic" / "iter_0000003").is_dir()
+
+
+def evaluate_rank(rank: int, world: int, options: dict[str, Any]) -> dict[str, float]:
+    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    return evaluate(PPOConfig.of(**{"actor_num_gpus_per_node": world, **options}), [DigitShare()])
+
+
+def test_evaluate_alone_gives_what_the_end_of_training_gave(options: dict[str, Any], tmp_path: Path) -> None:
+    held_out = {
+        "eval_prompt_data": ("heldout", options["prompt_data"]),
+        "eval_temperature": 0.0,
+        "output_dir": str(tmp_path / "out"),
+    }
+    fit(1, options | held_out | {"num_rollout": 1})
+    alone = run_ranks(evaluate_rank, 2, options | held_out, group=False, timeout=240)
+    assert alone[0] == alone[1] == json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    with (tmp_path / "out" / "metrics.csv").open(newline="") as file:
+        row = next(row for row in csv.DictReader(file) if row["step"] == "1")  # after the one rollout
+    last = {k: float(v) for k, v in row.items() if k.startswith("eval/")}
+    assert alone[0] == pytest.approx(last, rel=1e-5)
+    assert set(last) >= {"eval/heldout/mean", "eval/heldout/pass@1"}
