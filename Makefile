@@ -12,7 +12,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 .PHONY: setup demo test test-all lint type bench lock clean
 
 setup: $(STAMP)
-	@$(PY) -c "import ppo_lightning, sys; sys.exit(not ppo_lightning.__file__.startswith('$(CURDIR)/'))" 2>/dev/null \
+	@$(PY) -I -c "import ppo_lightning, sys; sys.exit(not ppo_lightning.__file__.startswith('$(CURDIR)/'))" 2>/dev/null \
 		|| $(PY) -m pip install --quiet --no-deps --no-build-isolation --editable .
 
 $(STAMP):

@@ -85,7 +85,9 @@ def started(folder: Path, request: pytest.FixtureRequest) -> Iterator[Started]:
     waiting = 0
     assert process.stdout is not None
     while len(pids) < 2 or waiting < 2:
-        words = process.stdout.readline().split()
+        line = process.stdout.readline()
+        assert line, f"the ranks ended before they waited: {process.communicate()[1]}"
+        words = line.split()
         if words[:1] == ["pid"]:
             pids[int(words[1])] = int(words[2])
         waiting += words == ["waiting"]
