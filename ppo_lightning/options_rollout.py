@@ -107,7 +107,8 @@ class PerformanceOptions:
 class RewardOptions:
     rm_type: str | None = option(
         None,
-        "built-in reward: deepscaler, dapo, math, gsm8k, f1, remote_rm, random; several as math,f1:0.5",
+        "reward: deepscaler, math, math_verify, dapo, dapo_strict_box, gsm8k, f1, random, remote_rm, model,"
+        " custom; several with weights as math,f1:0.5",
         metavar="NAME",
     )
     rm_url: str | None = option(None, "address of --rm-type remote_rm", metavar="URL")

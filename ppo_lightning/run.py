@@ -142,13 +142,16 @@ def default_callbacks(config: PPOConfig) -> list[pl.Callback]:
             )
         callbacks += RewardCallback.from_config(config)
     callbacks.append(CriticWarmupCallback(config.critic.num_critic_only_steps))
+    callbacks += [
+        SamplesCallback(config.logging.output_dir),
+        ProgressCallback(),
+    ]  # a line, then its evaluation
     if not (debug.debug_rollout_only or debug.load_debug_rollout_data):
         callbacks.append(WeightSyncCallback())
         if config.evaluation.eval_prompt_data:
             callbacks.append(EvalCallback.from_config(config))
     if debug.save_debug_rollout_data:
         callbacks.append(SaveRollouts(debug.save_debug_rollout_data))
-    callbacks += [SamplesCallback(config.logging.output_dir), ProgressCallback()]
     if not debug.debug_rollout_only:
         callbacks.append(MegatronCheckpoint.from_config(config))
     return callbacks

@@ -120,6 +120,21 @@ def _either(*values: int) -> str:
     return " or ".join(str(v) for v in values if v > 0)
 
 
+def _biased_kl(config: PPOConfig) -> Iterator[str]:
+    """A KL estimator that is right as a value and wrong as a loss."""
+    a = config.algorithm
+    if not a.use_kl_loss or a.kl_loss_coef == 0:
+        return
+    if a.use_unbiased_kl and a.kl_loss_type == "k2":
+        yield "--use-unbiased-kl with --kl-loss-type k2 biases its gradient, which is right without; drop one"
+    elif not a.use_unbiased_kl and a.kl_loss_type != "k2":
+        gradient = "is 0 on average" if a.kl_loss_type == "k1" else "is that of the other direction"
+        yield (
+            f"--kl-loss-type {a.kl_loss_type}: as a loss, its gradient {gradient}; use k2, or add"
+            " --use-unbiased-kl (docs/algorithms.md)"
+        )
+
+
 def _warnings(config: PPOConfig) -> Iterator[str]:
     a, c, r = config.algorithm, config.critic, config.rollout
     if config.ppo and config.cluster.offload_train is False:
@@ -131,6 +146,7 @@ def _warnings(config: PPOConfig) -> Iterator[str]:
             "--use-kl-loss with --kl-loss-coef 0 only monitors the KL; it costs a forward pass of the"
             " reference model in each rollout"
         )
+    yield from _biased_kl(config)
     if r.num_rollout is not None and r.num_epoch is not None:
         yield "--num-rollout and --num-epoch are both given: --num-epoch is ignored"
     if r.sglang_args and r.rollout_engine != "sglang":

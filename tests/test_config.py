@@ -326,6 +326,23 @@ def test_rule_10_monitoring_kl_says_so() -> None:
     assert "monitors" not in warnings(use_kl_loss=True, kl_loss_coef=0.1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "unbiased", "said"),
+    [
+        ("k1", False, "gradient is 0 on average"),
+        ("k3", False, "the other direction"),
+        ("low_var_kl", False, "the other direction"),
+        ("k2", False, ""),
+        ("k2", True, "biases its gradient"),
+        ("k3", True, ""),
+    ],
+)
+def test_a_kl_loss_with_a_biased_gradient_is_named(kind: str, unbiased: bool, said: str) -> None:
+    text = warnings(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type=kind, use_unbiased_kl=unbiased)
+    assert said in text
+    assert bool(text) == bool(said)
+
+
 # ------------------------------------------------------------------------------------------ further rules
 @pytest.mark.parametrize(
     ("flat", "part"),
