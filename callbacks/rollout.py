@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from ppo_lightning.engines import Engine, SamplingParams, build_engine, sample_seed
+from ppo_lightning.engines.pieces import write_piece
 from ppo_lightning.hooks import PPOCallback
 from ppo_lightning.rewards import custom
 from ppo_lightning.samples import Prompt, Sample, Status, require
+from ppo_lightning.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from transformers import PreTrainedTokenizerBase
 
     from ppo_lightning.config import PPOConfig
     from ppo_lightning.module import PPOModule
@@ -37,6 +40,7 @@ class RolloutCallback(PPOCallback):
         self.engine = engine
         self.generate = generate
         self._own = engine is None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         module = cast("PPOModule", pl_module)
@@ -60,8 +64,14 @@ class RolloutCallback(PPOCallback):
         samples = share_of_samples(
             prompts, config.rollout.n_samples_per_prompt, trainer.global_rank, trainer.world_size
         )
+        if module.sampling is not None:
+            waiting = module.sampling.waiting
+            samples += share_of_waiting(waiting, len(prompts), trainer.global_rank, trainer.world_size)
         seeds = [seed_of(config, rollout.index, rollout.draw, s) for s in samples]
-        self.write(samples, training_params(config), seeds)
+        if config.rollout.partial_rollout:
+            self.write_pieces(samples, config, seeds)
+        else:
+            self.write(samples, training_params(config), seeds)
         rollout.samples = samples
 
     def write(self, samples: list[Sample], params: SamplingParams, seeds: Sequence[int]) -> None:
@@ -74,6 +84,26 @@ class RolloutCallback(PPOCallback):
                 custom.run(result)
         for sample in samples:
             check(sample)
+
+    def write_pieces(self, samples: list[Sample], config: PPOConfig, seeds: Sequence[int]) -> None:
+        """Let the engine go on with each unfinished response by `--partial-rollout-tokens`."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(
+                require(config.model.hf_checkpoint, "--hf-checkpoint", "the configuration")
+            )
+        decode = self._tokenizer.decode
+        write_piece(
+            self._engine,
+            samples,
+            training_params(config),
+            seeds,
+            piece=require(config.rollout.partial_rollout_tokens, "--partial-rollout-tokens", "resolve"),
+            mask_older=config.rollout.mask_offpolicy_in_partial_rollout,
+            text=lambda ids: str(decode(list(ids), skip_special_tokens=True)),
+        )
+        for sample in samples:
+            if sample.status is not Status.PENDING:
+                check(sample)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.close()
@@ -109,6 +139,17 @@ def share_of_samples(prompts: Sequence[Prompt], n: int, rank: int, world: int) -
         for group in range(first, last)
         for number in range(n)
     ]
+
+
+def share_of_waiting(
+    waiting: Sequence[list[Sample]], first_group: int, rank: int, world: int
+) -> list[Sample]:
+    """This rank's share of the groups that an earlier draw left unfinished, numbered behind the new ones."""
+    for place, group in enumerate(waiting, first_group):
+        for number, sample in enumerate(group):
+            sample.group_index, sample.index = place, place * len(group) + number
+    first, last = rank * len(waiting) // world, (rank + 1) * len(waiting) // world
+    return [sample for group in waiting[first:last] for sample in group]
 
 
 def seed_of(config: PPOConfig, rollout: int, draw: int, sample: Sample) -> int:

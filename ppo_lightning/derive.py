@@ -115,7 +115,9 @@ def _offload(config: PPOConfig) -> dict[str, Any]:
 
 def _sampling(config: PPOConfig) -> dict[str, Any]:
     r = config.rollout
+    longest = r.rollout_max_response_len
     return {
+        "partial_rollout_tokens": -(-longest // 4) if longest and r.partial_rollout else None,
         "eps_clip_high": config.algorithm.eps_clip,
         "eval_temperature": r.rollout_temperature,
         "eval_top_p": r.rollout_top_p,

@@ -16,6 +16,9 @@ NOISE = (
     r".*Total length of `list` across ranks is zero.*",
     r".*treespec.*is deprecated.*",
     r".*does not have many workers.*",
+    r"Using `DistributedSampler` with the dataloaders.*",  # ours has one empty batch
+    r"`load_state_dict` is deprecated.*",  # within megatron.core.dist_checkpointing
+    r"Please use DTensor instead.*",
 )
 ANNOUNCEMENTS = (
     "GPU available",
@@ -55,6 +58,15 @@ class MetricsCSV(Logger):
         if self.rows is None:
             self.rows = self._kept(step)
         self.rows.setdefault(step, {}).update({k: repr(float(v)) for k, v in metrics.items() if k != "epoch"})
+        self._write(self.rows)
+
+    @rank_zero_only
+    def go_on(self, step: int, metrics: dict[str, float]) -> None:
+        """A run goes on after `step` rollouts. `metrics` are those of the last one: a kill between its
+        checkpoint and its row may have kept them from the file."""
+        rows = self._kept(step)
+        rows.setdefault(step - 1, {}).update({k: repr(float(v)) for k, v in metrics.items()})
+        self.rows = {k: row for k, row in rows.items() if row}
         self._write(self.rows)
 
     def _kept(self, step: int) -> dict[int, dict[str, str]]:

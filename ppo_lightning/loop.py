@@ -32,6 +32,13 @@ class Rollout:
 class NonFiniteUpdateError(RuntimeError):
     """Too many optimizer steps in a row were skipped."""
 
+    def __init__(self, role: str, steps: int) -> None:
+        super().__init__(
+            f"{steps} optimizer steps of the {role} in a row had a loss or gradient that is NaN or inf; lower"
+            f" {'--critic-lr' if role == 'critic' else '--lr'}, check the rewards, or raise"
+            " --max-skipped-steps"
+        )
+
 
 class DynamicSamplingError(RuntimeError):
     """Too few groups passed the filter."""
@@ -60,13 +67,32 @@ class DynamicSampling:
     carried to the next rollout, and through a checkpoint: none is lost."""
 
     def __init__(self, config: PPOConfig) -> None:
-        path = config.rollout.dynamic_sampling_filter_path or ""
-        self.keep = custom.load(path, flag="--dynamic-sampling-filter-path")
+        path = config.rollout.dynamic_sampling_filter_path
+        self.keep = custom.load(path, flag="--dynamic-sampling-filter-path") if path else bool
         self.size = config.rollout.rollout_batch_size
         self.count = config.rollout.over_sampling_batch_size or self.size
         self.most = config.rollout.max_num_gen_batches
         self.carried: Groups = []
+        self.waiting: Groups = []  # only partial rollouts leave groups unfinished
         self.drawn = self.kept = 0  # groups of the last rollout, for the log
+
+    @classmethod
+    def from_config(cls, config: PPOConfig) -> DynamicSampling | None:
+        """None where each rollout trains on just what it draws."""
+        if config.rollout.partial_rollout:
+            return PartialRollouts(config)
+        return cls(config) if config.rollout.dynamic_sampling_filter_path else None
+
+    def more(self, groups: int) -> int:
+        """Prompts to draw at first beyond the `groups` that the data loader gave."""
+        return 0
+
+    def whole(self, samples: list[Sample]) -> list[Sample]:
+        """Those of finished groups, which can be scored."""
+        return samples
+
+    def metrics(self) -> dict[str, float]:
+        return {"rollout/groups_kept": self.kept / max(self.drawn, 1)}
 
     def fill(self, first: list[Sample], draw: Callable[[int], list[Sample]]) -> list[Sample]:
         """Samples of exactly one batch of groups, renumbered. `draw(count)` gives the scored samples of
@@ -82,25 +108,75 @@ class DynamicSampling:
                 break
             if draws == self.most:
                 self.carried = accepted
-                raise DynamicSamplingError(
-                    f"{self.kept} of {self.drawn} groups passed --dynamic-sampling-filter-path in {draws}"
-                    f" draws, a rollout needs {self.size}; raise --max-num-gen-batches or"
-                    " --n-samples-per-prompt, or use prompts that are neither always nor never solved"
-                )
+                raise self.too_few(draws)
             groups, draws = _grouped(draw(self.count)), draws + 1
         self.carried = accepted[self.size :]
         return _renumbered(accepted[: self.size])
 
-    def state_dict(self) -> list[list[dict[str, Any]]]:
-        return [[asdict(s) | {"status": str(s.status)} for s in group] for group in self.carried]
+    def too_few(self, draws: int) -> DynamicSamplingError:
+        return DynamicSamplingError(
+            f"{self.kept} of {self.drawn} groups passed --dynamic-sampling-filter-path in {draws} draws, a"
+            f" rollout needs {self.size}; raise --max-num-gen-batches or --n-samples-per-prompt, or use"
+            " prompts that are neither always nor never solved"
+        )
 
-    def load_state_dict(self, state: list[list[dict[str, Any]]]) -> None:
-        self.carried = [[sample_from(row) for row in group] for group in state]
+    def state_dict(self) -> dict[str, list[list[dict[str, Any]]]]:
+        return {"carried": _rows(self.carried), "waiting": _rows(self.waiting)}
+
+    def load_state_dict(self, state: dict[str, list[list[dict[str, Any]]]]) -> None:
+        self.carried = [[sample_from(row) for row in group] for group in state["carried"]]
+        self.waiting = [[sample_from(row) for row in group] for group in state["waiting"]]
+
+
+class PartialRollouts(DynamicSampling):
+    """Keeps `over_sampling_batch_size` groups under way. Every draw lets the unfinished responses grow by a
+    piece; when a batch of groups is whole, the others wait for the next rollout with what they have, also
+    through a checkpoint."""
+
+    def more(self, groups: int) -> int:
+        return max(0, self.count - groups - len(self.waiting) - len(self.carried))
+
+    def whole(self, samples: list[Sample]) -> list[Sample]:
+        return [s for group in _grouped(samples) if _finished(group) for s in group]
+
+    def metrics(self) -> dict[str, float]:
+        return super().metrics() | {"rollout/groups_waiting": float(len(self.waiting))}
+
+    def fill(self, first: list[Sample], draw: Callable[[int], list[Sample]]) -> list[Sample]:
+        """See DynamicSampling.fill; `draw(0)` goes on with the waiting groups alone. A draw of new prompts
+        counts towards `--max-num-gen-batches`, a further piece does not."""
+        samples, fresh = first, 1
+        accepted = self.carried
+        self.drawn = self.kept = 0
+        while True:
+            groups = _grouped(samples)
+            self.waiting = [g for g in groups if not _finished(g)]
+            passed = [g for g in groups if _finished(g) and self.keep(g)]
+            self.drawn += len(groups) - len(self.waiting)
+            self.kept += len(passed)
+            accepted = accepted + passed
+            if len(accepted) >= self.size:
+                break
+            enough = len(accepted) + len(self.waiting) >= self.size
+            if not enough and fresh == self.most:
+                self.carried = accepted
+                raise self.too_few(fresh)
+            samples, fresh = draw(0 if enough else self.count - len(self.waiting)), fresh + (not enough)
+        self.carried = accepted[self.size :]
+        return _renumbered(accepted[: self.size])
 
 
 def sample_from(row: dict[str, Any]) -> Sample:
     """The sample that `asdict` and plain types made `row` of."""
     return Sample(**row | {"status": Status(row["status"])})
+
+
+def _rows(groups: Groups) -> list[list[dict[str, Any]]]:
+    return [[asdict(s) | {"status": str(s.status)} for s in group] for group in groups]
+
+
+def _finished(group: list[Sample]) -> bool:
+    return all(s.status is not Status.PENDING for s in group)
 
 
 def _grouped(samples: list[Sample]) -> Groups:

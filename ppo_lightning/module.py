@@ -47,7 +47,7 @@ class PPOModule(pl.LightningModule):
         self.estimator = advantages.estimator(config.algorithm.advantage_estimator)
         self.has_critic = self.estimator.needs_critic
         self.has_reference = config.kl
-        self.sampling = DynamicSampling(config) if config.rollout.dynamic_sampling_filter_path else None
+        self.sampling = DynamicSampling.from_config(config)
 
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> None:
         """One PPO iteration: prompts in, updated actor and critic out."""
@@ -89,9 +89,11 @@ class PPOModule(pl.LightningModule):
     def generate(self, prompts: list[Prompt]) -> list[Sample]:
         """Responses and rewards of the whole rollout, in its order, on every rank."""
         self.rollout = Rollout(self.trainer.global_step, prompts)
-        samples = self.draw(prompts)
-        if self.sampling is not None:
-            samples = self.sampling.fill(samples, self.draw_more)
+        if self.sampling is None:
+            samples = self.draw(prompts)
+        else:
+            prompts = prompts + self.take(self.sampling.more(len(prompts)))
+            samples = self.sampling.fill(self.draw(prompts), self.draw_more)
         if self.config.algorithm.mask_truncated_samples:
             for sample in samples:
                 sample.mask_if_truncated()
@@ -105,18 +107,23 @@ class PPOModule(pl.LightningModule):
             self.rollout.samples = None
             self.emit("on_rollout_start", prompts)
             mine = require(self.rollout.samples, "module.rollout.samples", "RolloutCallback")
-            self.emit("on_rollout_end", mine)
+            whole = mine if self.sampling is None else self.sampling.whole(mine)
+            self.emit("on_rollout_end", whole)
         with self.timed("reward"):
-            self.score(mine)
+            self.score(whole)
             everyone = [s for part in self.strategy.gather_objects(mine) for s in part]
         return sorted(everyone, key=lambda s: s.index)
 
     def draw_more(self, count: int) -> list[Sample]:
-        """The next `count` prompts of the data, generated and scored."""
+        """The next `count` prompts of the data, and what waits, generated and scored."""
         self.rollout.draw += 1
+        return self.draw(self.take(count))
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts of the data, used up when this rollout is done."""
         prompts = self.trainer.datamodule.take(count)
         self.rollout.prompts = self.rollout.prompts + prompts
-        return self.draw(prompts)
+        return prompts
 
     def score(self, samples: list[Sample]) -> None:
         """Let the reward callbacks score `samples`; a failed sample counts 0 and is not trained on."""
@@ -219,13 +226,11 @@ class PPOModule(pl.LightningModule):
             roles["critic"] = OptimizerOptions.from_config(c, "critic")
         if self.has_reference and fitting:
             roles["reference"] = None
-        resuming = self.trainer.ckpt_path is not None
         for role, optimizer in roles.items():
             self.strategy.setup_model(
                 role, c.model.hf_checkpoint, optimizer=optimizer, temperature=c.rollout.rollout_temperature
             )
-            if not resuming or role == "reference":
-                self.strategy.load_weights(role, initial_weights(c, role))
+            self.strategy.load_weights(role, initial_weights(c, role))  # dropped when a checkpoint is loaded
             self.strategy.deactivate(role)
 
     def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
@@ -239,7 +244,7 @@ class PPOModule(pl.LightningModule):
             "weight_version": self.weight_version,
             "skipped_in_a_row": dict(self.skipped_in_a_row),
             "kl_coef": self.kl.coef,
-            "carried": self.sampling.state_dict() if self.sampling else [],
+            "groups": self.sampling.state_dict() if self.sampling else None,
         }
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
@@ -247,8 +252,8 @@ class PPOModule(pl.LightningModule):
         self.weight_version = state["weight_version"]
         self.kl = replace(self.kl, coef=state["kl_coef"])
         self.skipped_in_a_row = dict(state["skipped_in_a_row"])
-        if self.sampling is not None:
-            self.sampling.load_state_dict(state["carried"])
+        if self.sampling is not None and state["groups"] is not None:
+            self.sampling.load_state_dict(state["groups"])
 
     # ---- small things --------------------------------------------------------------------------------------
 
@@ -277,11 +282,7 @@ class PPOModule(pl.LightningModule):
         self.skipped_in_a_row[role] = self.skipped_in_a_row[role] + 1 if skipped else 0
         limit = self.config.debug.max_skipped_steps
         if self.skipped_in_a_row[role] >= limit:
-            raise NonFiniteUpdateError(
-                f"{limit} optimizer steps of the {role} in a row had a loss or gradient that is NaN or inf; "
-                f"lower {'--critic-lr' if role == 'critic' else '--lr'}, check the rewards, or raise "
-                "--max-skipped-steps"
-            )
+            raise NonFiniteUpdateError(role, limit)
 
     def end_rollout(self, metrics: dict[str, float], seconds: float) -> None:
         """Log, count the rollout as done and its prompts as used."""
@@ -290,7 +291,7 @@ class PPOModule(pl.LightningModule):
         metrics["perf/tokens_per_second"] = sum(s.response_length for s in rollout.samples) / seconds
         metrics |= {f"perf/{stage}_time": t for stage, t in rollout.times.items()}
         if self.sampling is not None:
-            metrics["rollout/groups_kept"] = self.sampling.kept / self.sampling.drawn
+            metrics |= self.sampling.metrics()
         for callback in self.trainer.callbacks:
             metrics |= getattr(callback, "metrics", None) or {}
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)

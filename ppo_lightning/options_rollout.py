@@ -69,13 +69,31 @@ class RolloutOptions:
         None, "own generation (several turns, tools), sync or async", metavar="PKG.MODULE:FUNCTION"
     )
     over_sampling_batch_size: int | None = option(
-        None, "prompts drawn at a time with dynamic sampling; not given: --rollout-batch-size", at_least=1
+        None,
+        "prompts drawn at a time with dynamic sampling, or under way with partial rollouts; not given:"
+        " --rollout-batch-size",
+        at_least=1,
     )
     dynamic_sampling_filter_path: str | None = option(
         None, "which groups to keep (DAPO), drawing on until the batch is full", metavar="PKG.MODULE:FUNCTION"
     )
     max_num_gen_batches: int = option(10, "draws after which dynamic sampling gives up", at_least=1)
-    partial_rollout: bool = switch("train on what an aborted response has written, instead of dropping it")
+    partial_rollout: bool = switch(
+        "begin --over-sampling-batch-size prompts, train when a batch of them is whole, keep the others for"
+        " the next rollout"
+    )
+    partial_rollout_tokens: Filled[int] = option(
+        None,
+        "tokens a response grows by between looks at whether the batch is whole",
+        derived="a quarter of --rollout-max-response-len with partial rollouts",
+        at_least=1,
+    )
+    mask_offpolicy_in_partial_rollout: bool = switch(
+        "train only on the tokens of a kept response that the current weights wrote"
+    )
+    keep_aborted_samples: bool = switch(
+        "train on what a response that SGLang aborted has written, instead of dropping it"
+    )
     update_weight_transfer_mode: Filled[Literal["tensor", "distributed", "disk"]] = option(
         None,
         "how weights reach SGLang: same machine, broadcast, or files",

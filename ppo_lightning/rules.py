@@ -164,6 +164,31 @@ def _engine(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def _partial(config: PPOConfig) -> Iterator[str]:
+    r = config.rollout
+    if not r.partial_rollout:
+        for name in ("partial_rollout_tokens", "mask_offpolicy_in_partial_rollout"):
+            if getattr(r, name):
+                flag = options()[name].flag
+                yield f"{flag} has no effect without --partial-rollout; add it, or drop the flag"
+        return
+    if (r.over_sampling_batch_size or 0) <= (r.rollout_batch_size or 0):
+        yield (
+            "--partial-rollout needs more prompts under way than a rollout trains on: give"
+            f" --over-sampling-batch-size above --rollout-batch-size {r.rollout_batch_size}"
+        )
+    if r.rollout_stop:
+        yield (
+            "--partial-rollout with --rollout-stop: a stop string may lie across the border of two pieces;"
+            " use --rollout-stop-token-ids"
+        )
+    if r.custom_generate_function_path:
+        yield (
+            "--partial-rollout with --custom-generate-function-path: your function writes whole responses;"
+            " drop one of them"
+        )
+
+
 def _paths(config: PPOConfig) -> Iterator[str]:
     for name, value in config.flat().items():
         of_function = options()[name].metadata.get("metavar") == "PKG.MODULE:FUNCTION"
@@ -254,5 +279,5 @@ def known_estimators() -> list[str]:
 
 Rule = Callable[["PPOConfig"], Iterator[str]]
 SHARED: tuple[Rule, ...] = (_backend, _performance, _engine, _paths, _reward, _evaluation)
-TRAINING: tuple[Rule, ...] = (_required, _estimator, _kl, _algorithm, _optimizer, _debug)
+TRAINING: tuple[Rule, ...] = (_required, _estimator, _kl, _algorithm, _optimizer, _partial, _debug)
 EVALUATION: tuple[Rule, ...] = (_evaluate_needs,)

@@ -33,7 +33,7 @@ def make_plan(checkpoint: Path, logs: Path, **changes: Any) -> Plan:
         output_dir=str(logs),
         update_weight_transfer_mode="tensor",
         sglang_max_total_tokens=KV_TOKENS,
-        partial_rollout=True,
+        keep_aborted_samples=True,
     )
     return replace(Plan.from_config(config, 1, cuda=False), **changes)
 

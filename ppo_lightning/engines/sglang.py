@@ -101,7 +101,7 @@ class SGLangEngine:
 
     def abort(self) -> None:
         """End the requests of this rank's running `generate`, from another thread. What they have written
-        is kept (`aborted`) or dropped (`failed`), as configured (`--partial-rollout` keeps it)."""
+        is kept (`aborted`) or dropped (`failed`), as configured (`--keep-aborted-samples` keeps it)."""
         self._loop.run(self._generator.abort())
 
     def close(self) -> None:

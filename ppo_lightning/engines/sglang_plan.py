@@ -74,7 +74,7 @@ class Plan:
             log_dir=config.logging.output_dir or tempfile.gettempdir(),
             concurrency=max(1, r.sglang_server_concurrency * engines // world),
             check_equal=r.check_weight_update_equal,
-            keep_aborted=r.partial_rollout,
+            keep_aborted=r.keep_aborted_samples,
             health_interval=r.rollout_health_check_interval,
             health_timeout=r.rollout_health_check_timeout,
         )
