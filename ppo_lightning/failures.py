@@ -40,6 +40,8 @@ class Guard:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """The last stop of every exception: it becomes a message and an exit code."""
+        if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
+            self._signal = signal.SIGTERM  # Lightning took the signal in our place
         if error is None:
             self.code = DONE
         elif isinstance(error, KeyboardInterrupt) or self._signal:

@@ -58,6 +58,11 @@ class RankError:
     text: str
     lost_peer: bool  # it failed because another one did
 
+    @property
+    def message(self) -> str:
+        """The exception itself, without where it was raised."""
+        return self.text.rsplit("\n", 1)[-1]
+
     def __str__(self) -> str:
         return f"rank {self.rank} failed first:\n{self.text}"
 
@@ -104,6 +109,15 @@ class LocalLauncher(_SubprocessScriptLauncher):
         except BaseException:  # an exit by the user or by a signal: no reason to wait for the others
             self._ending.set()
             raise
+
+    def kill(self, signum: int) -> None:
+        """Lightning's handler of SIGTERM calls this on a rank that got the signal, and would then enter a
+        broadcast that the other ranks may never join: leave at once instead. SLURM that requeues a job sends
+        the signal first and wants it ignored."""
+        if signum == signal.SIGTERM and not getattr(self.cluster_environment, "auto_requeue", False):
+            self._ending.set()
+            self._end_children(signal.SIGTERM)
+            raise SystemExit(128 + signum)
 
     # ---- the parent --------------------------------------------------------------------------------------
 
@@ -155,7 +169,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
             if causes or time.monotonic() > deadline:
                 break
             time.sleep(_POLL)
-        return min(causes or [mine], key=lambda e: e.time)
+        first = min(causes or [mine], key=lambda e: e.time)
+        return mine if first.message == mine.message else first  # one cause, raised on every rank
 
     def _dead_child(self) -> RankError | None:
         """A child that was killed before it could say anything."""
@@ -194,7 +209,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
         shutil.rmtree(os.environ[_ERRORS], ignore_errors=True)
 
     def _notice_interrupts(self) -> None:
-        """See Ctrl-C even while the main thread is inside a collective, where Python's handler cannot run."""
+        """See Ctrl-C and SIGTERM even while the main thread is inside a collective, where Python's handler
+        cannot run."""
         if threading.current_thread() is not threading.main_thread():
             return
         reader, writer = socket.socketpair()
@@ -204,10 +220,10 @@ class LocalLauncher(_SubprocessScriptLauncher):
 
     def _insist(self, reader: socket.socket, writer: socket.socket) -> None:
         while number := reader.recv(1):
-            if number[0] == signal.SIGINT and not self._ending.wait(_GRACE):
+            if number[0] in (signal.SIGINT, signal.SIGTERM) and not self._ending.wait(_GRACE):
                 sys.stderr.write("interrupted inside a collective: all ranks are ended\n")
                 self._end_children(signal.SIGKILL)
-                os._exit(130)
+                os._exit(128 + number[0])
 
 
 # errors that travel -----------------------------------------------------------------------------------
