@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: setup demo test test-all lint type bench lock clean
+.PHONY: setup demo test test-all lint type bench fidelity torture lock clean
 
 setup: $(STAMP)
 	@$(PY) -I -c "import ppo_lightning, sys; sys.exit(not ppo_lightning.__file__.startswith('$(CURDIR)/'))" 2>/dev/null \
@@ -43,6 +43,13 @@ lint: setup
 
 type: setup
 	$(PY) tests/typecheck.py
+
+fidelity: setup
+	$(PY) -m tests.fidelity
+
+ROUNDS ?= 200
+torture: setup
+	$(PY) -m tests.torture --rounds $(ROUNDS)
 
 bench: setup
 	$(PY) -m benchmarks

@@ -1,6 +1,6 @@
 """Time of a checkpoint of actor and critic with their Adam moments, against `torch.save` of the same tensors.
 
-    python benchmarks/checkpoint.py [--hidden 768] [--layers 8] [--directory DIR] [--repeats 3]
+    python benchmarks/checkpoint.py [--hidden 768] [--layers 8] [--directory DIR] [--repeats 5]
 
 Both sides end with the bytes on disk (fsync). The asynchronous figure is how long training waits.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -69,21 +70,46 @@ def save_plainly(strategy: MegatronStrategy, directory: Path) -> None:
             os.fsync(stream.fileno())
 
 
-def best(action: Callable[[Path], Any], directory: Path, repeats: int) -> float:
-    """Shortest time of `action` in a fresh directory."""
-    times = []
-    for _ in range(repeats):
+def seconds(action: Callable[[Path], Any], directory: Path) -> float:
+    """Time of `action` in a fresh directory."""
+    place = Path(tempfile.mkdtemp(dir=directory))
+    started = time.perf_counter()
+    action(place)
+    taken = time.perf_counter() - started
+    shutil.rmtree(place)
+    return taken
+
+
+def measure(strategy: MegatronStrategy, directory: Path) -> dict[str, float]:
+    """Every kind of save once, one after another, so that the machine's moods fall on all of them."""
+    shards = Shards(strategy.roles, True, rng_state(), strategy.resident)
+
+    def save(place: Path, io: MegatronCheckpointIO) -> None:
+        io.save_checkpoint({"global_step": 1}, place / "save" / "iter_0000001", shards)
+
+    def waited(io: MegatronCheckpointIO) -> float:
         place = Path(tempfile.mkdtemp(dir=directory))
         started = time.perf_counter()
-        action(place)
-        times.append(time.perf_counter() - started)
+        save(place, io)
+        taken = time.perf_counter() - started
+        io.finish(wait=True)
         shutil.rmtree(place)
-    return min(times)
+        return taken
+
+    behind = MegatronCheckpointIO(async_save=True)
+    behind.reserve(shards)  # as when training starts: the first rollout is time enough
+    behind.wait_for_memory()
+    return {
+        "torch.save": seconds(lambda place: save_plainly(strategy, place), directory),
+        "checkpoint": seconds(lambda place: save(place, MegatronCheckpointIO()), directory),
+        "first": waited(behind),
+        "later": waited(behind),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    for name, default in (("hidden", 768), ("layers", 8), ("repeats", 3)):
+    for name, default in (("hidden", 768), ("layers", 8), ("repeats", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
     given = parser.parse_args()
@@ -91,28 +117,23 @@ def main() -> None:
     dist.init_process_group("gloo", f"file://{store}", rank=0, world_size=1, timeout=timedelta(minutes=5))
     strategy = build(given.hidden, given.layers)
     size = sum(t.nbytes for role in strategy.roles.values() for t in tensors_of(role))
+    load = os.getloadavg()[0]
+    measure(strategy, given.directory)  # the first of all pays for imports
+    rounds = [measure(strategy, given.directory) for _ in range(given.repeats)]
 
-    def save(place: Path, io: MegatronCheckpointIO) -> None:
-        shards = Shards(strategy.roles, True, rng_state(), strategy.resident)
-        io.save_checkpoint({"global_step": 1}, place / "save" / "iter_0000001", shards)
+    def median(name: str, over: str | None = None) -> float:
+        return statistics.median(r[name] / (r[over] if over else 1.0) for r in rounds)
 
-    io = MegatronCheckpointIO(async_save=True)
-    blocked: list[float] = []
-
-    def save_behind(place: Path) -> None:
-        started = time.perf_counter()
-        save(place, io)
-        blocked.append(time.perf_counter() - started)
-        io.finish(wait=True)
-
-    plain = best(lambda place: save_plainly(strategy, place), given.directory, given.repeats)
-    ours = best(lambda place: save(place, MegatronCheckpointIO()), given.directory, given.repeats)
-    best(save_behind, given.directory, given.repeats)
-    print(f"{size / 1e9:.2f} GB of actor and critic with Adam moments, best of {given.repeats}")
-    print(f"  torch.save                {plain:6.2f} s")
-    print(f"  checkpoint                {ours:6.2f} s   {ours / plain:.2f} x torch.save")
-    for name, waited in (("first", blocked[0]), ("later", min(blocked[1:]))):
-        print(f"  asynchronous, {name} wait  {waited:6.2f} s   {waited / ours:.0%} of the synchronous one")
+    print(
+        f"{size / 1e9:.2f} GB of actor and critic with Adam moments, medians of {given.repeats} rounds, "
+        f"{load:.1f} processes running before"
+    )
+    print(f"  torch.save                {median('torch.save'):6.2f} s")
+    ratio = median("checkpoint", "torch.save")
+    print(f"  checkpoint                {median('checkpoint'):6.2f} s   {ratio:.2f} x torch.save")
+    for name in ("first", "later"):
+        share = median(name, "checkpoint")
+        print(f"  asynchronous, {name} wait  {median(name):6.2f} s   {share:.0%} of the synchronous one")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
-from ppo_lightning.megatron.checkpoint import Retention, clean, iteration_of, resume_path
+from ppo_lightning.loggers import MetricsCSV
+from ppo_lightning.megatron.checkpoint import Retention, Shards, clean, iteration_of, resume_path
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -87,6 +89,13 @@ class MegatronCheckpoint(ModelCheckpoint):
             root = Path(str(self.dirpath))
             for place in (root, _strategy(trainer).io.critic_dir(root / "x").parent):
                 clean(place)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        strategy = _strategy(trainer)
+        if strategy.io.async_save:
+            shards = Shards(strategy.roles, not self.save_weights_only, {}, strategy.resident)
+            strategy.io.reserve(shards)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -169,6 +178,24 @@ class MegatronCheckpoint(ModelCheckpoint):
         if self.keep_checkpoints is not None:
             return None if self.keep_checkpoints < 0 else self.keep_checkpoints
         return None if self.monitor is None and self.save_top_k == -1 else 1
+
+    # ---- what travels along ------------------------------------------------------------------------------
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """The metrics of the rollout just done: Lightning gives them to the loggers only after the save."""
+        logged = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("eval/")}
+        checkpoint["metrics"] = logged
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsCSV):
+                logger.go_on(checkpoint["global_step"], checkpoint.get("metrics", {}))
 
     # ---- what Lightning calls itself ---------------------------------------------------------------------
 

@@ -172,6 +172,14 @@ def test_a_resumed_critic_is_the_one_of_the_same_save(tmp_path: Path, hf: Path) 
         critic_source(run)
 
 
+def test_a_critic_without_its_manifest_is_not_taken_for_another_tools(tmp_path: Path, hf: Path) -> None:
+    """What cannot be checked, nor told to be of the same save, is no pair."""
+    _, critic = put_pair(tmp_path / "save", 5)
+    (critic / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"save_critic/iter_0000005/manifest\.json is missing"):
+        critic_source(config(tmp_path, hf))
+
+
 def test_a_pair_without_its_critic_is_passed_over_where_that_is_allowed(tmp_path: Path, hf: Path) -> None:
     put_pair(tmp_path / "save", 3)
     put(tmp_path / "save", 6, save_id="save 6")

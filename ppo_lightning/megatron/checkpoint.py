@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,7 @@ class MegatronCheckpointIO(CheckpointIO):
         self.retention = Retention()
         self._pending: Save | None = None
         self._copies: dict[str, dict[Any, Tensor]] = {}  # of asynchronous saves: role -> buffers
+        self._reserving: threading.Thread | None = None
 
     @classmethod
     def from_config(cls, config: PPOConfig) -> MegatronCheckpointIO:
@@ -100,6 +102,7 @@ class MegatronCheckpointIO(CheckpointIO):
         if storage_options is None:
             raise ValueError("MegatronCheckpointIO is called by MegatronStrategy, which passes the shards")
         self.finish(wait=True)
+        self.wait_for_memory()
         final = Path(path).absolute()
         roles = [name for name in SAVED_ROLES if name in storage_options.roles]
         finals = {name: final if name == "actor" else self.critic_dir(final) for name in roles}
@@ -110,6 +113,28 @@ class MegatronCheckpointIO(CheckpointIO):
             self._pending = save
         else:
             save.publish()
+
+    def reserve(self, shards: Shards) -> None:
+        """Begin to make the memory that asynchronous saves copy into, so that the first one need not wait
+        for it."""
+        making = []
+        for name in (name for name in SAVED_ROLES if name in shards.roles):
+            with shards.resident(name):
+                state = shards.roles[name].sharded_state(optimizer=shards.optimizer)
+                making.append(torch_dist.room_for(state, self._copies.setdefault(name, {})))
+
+        def make() -> None:
+            for role in making:
+                role()
+
+        self._reserving = threading.Thread(target=make, name="checkpoint-memory", daemon=True)
+        self._reserving.start()
+
+    def wait_for_memory(self) -> None:
+        """Until what `reserve` began is done. Not collective."""
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
 
     def finish(self, *, wait: bool) -> None:
         """Publish an asynchronous save, if all ranks have written it or `wait` says to wait for that."""

@@ -115,6 +115,9 @@ def read_manifest(path: Path) -> Manifest | None:
         return None
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
+        checksum = raw.pop("checksum", None)
+        if checksum not in (None, _checksum(raw)):
+            raise ValueError("its checksum is not the one that was written")
         files = {name: (int(size), str(digest)) for name, (size, digest) in raw.pop("files").items()}
         return Manifest(files=files, **raw)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -129,7 +132,12 @@ def write_manifest(path: Path, digests: dict[str, str], **facts: Any) -> None:
         if name not in digests:
             sync(file)
         files[name] = (file.stat().st_size, digests.get(name) or digest_of(file))
-    write_durably(path / MANIFEST, json.dumps({**facts, "files": files}, indent=1).encode())
+    content = {**facts, "files": files}
+    write_durably(path / MANIFEST, json.dumps({"checksum": _checksum(content), **content}, indent=1).encode())
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def problems(path: Path, *, contents: bool = False, share: tuple[int, int] = (0, 1)) -> list[str]:

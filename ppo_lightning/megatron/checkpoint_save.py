@@ -100,8 +100,9 @@ class Save:
             self._writes[name] = write
             self._facts[name] = _facts(role, iteration, box[0], shards.optimizer)
         place, rank = staging_dir(self.finals["actor"]), dist.get_rank()
-        if shards.write_hf is not None:
-            shards.write_hf(place / "hf")
+        write_hf = shards.write_hf
+        if write_hf is not None:
+            everywhere(f"writing {place / 'hf'}", lambda: write_hf(place / "hf"))
 
         def small_files() -> None:
             torch_dist.save_file(shards.rng, place / "rng" / f"rank_{rank:05d}.pt")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from ppo_lightning.megatron.checkpoint_files import (
+    MANIFEST,
     TRACKER,
     TRAINER_FILE,
     CheckpointError,
@@ -102,7 +103,10 @@ def critic_of(actor: Path, candidates: list[Path]) -> Path:
     for root in candidates:
         path = root if iteration is None else iteration_dir(root, iteration)
         found = problems(path)
-        if not found and not _same_save(mine, read_manifest(path)):
+        theirs = None if found else read_manifest(path)
+        if not found and mine is not None and theirs is None:
+            found = [f"{path / MANIFEST} is missing"]
+        if not found and not _same_save(mine, theirs):
             found = [f"{path} was not saved together with {actor}"]
         if not found:
             return path

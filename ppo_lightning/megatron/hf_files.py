@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,29 +97,43 @@ def save_hf(
     `shard_bytes`, with the configuration, generation configuration and tokenizer of `hf_checkpoint`.
 
     Of several ranks one writes and the others, with `write=False`, only take part in the stream. A value head
-    makes it a token classification model with one label.
+    makes it a token classification model with one label. Raises OSError for what cannot be written, after the
+    whole stream: the other ranks wait in it.
     """
+    stream = iter(tensors)
+    try:
+        if write:
+            parts, dtype = _write_parts(stream, target, shard_bytes)
+            _name_parts(parts, target)
+            _write_companions(target, Path(hf_checkpoint), dtype, value_head)
+    finally:
+        deque(stream, maxlen=0)
+
+
+def _write_parts(
+    tensors: Iterable[tuple[str, Tensor]], target: Path, shard_bytes: int
+) -> tuple[list[tuple[Path, list[str]]], torch.dtype]:
+    """The files with the names of their tensors, and the type of the embedding."""
     part: dict[str, Tensor] = {}
     parts: list[tuple[Path, list[str]]] = []
     size, dtype = 0, torch.float32
     for name, tensor in tensors:
-        if not write:
-            continue
         if part and size + tensor.nbytes > shard_bytes:
             parts.append(_write_part(part, target, len(parts)))
             part, size = {}, 0
         part[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)  # halves share memory
         size += tensor.nbytes
         dtype = tensor.dtype if name == "model.embed_tokens.weight" else dtype
-    if write:
-        parts.append(_write_part(part, target, len(parts)))
-        _name_parts(parts, target)
-        _write_companions(target, Path(hf_checkpoint), dtype, value_head)
+    parts.append(_write_part(part, target, len(parts)))
+    return parts, dtype
 
 
 def _write_part(part: dict[str, Tensor], target: Path, number: int) -> tuple[Path, list[str]]:
     file = target / f"part-{number}.safetensors"
-    save_file(part, file, metadata={"format": "pt"})
+    try:
+        save_file(part, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file} cannot be written: {error}") from error
     return file, list(part)
 
 

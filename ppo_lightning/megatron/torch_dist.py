@@ -66,14 +66,10 @@ class Write:
         what is there from the last save where it fits."""
         cpu.prepared()
         self.directory = directory
-        sharded, common = save_preprocess(state)
+        flat, common = _flat(state)
         everywhere(f"writing {directory / COMMON_STATE_FNAME}", lambda: self._write_common(common))
-        flat, _, _ = mcore_torch._replace_state_dict_keys_with_sharded_keys(sharded, True)
         self._writer = _Writer(directory, copies)
-        planner = mcore_torch.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        planned, *_ = save_state_dict_async_plan(
-            mcore_torch.mcore_to_pyt_state_dict(flat, False), self._writer, None, 0, planner=planner
-        )
+        planned, *_ = save_state_dict_async_plan(flat, self._writer, None, 0, planner=_planner())
         self._metadata: Metadata = planned[1]  # on rank 0
 
     def write(self) -> None:
@@ -126,6 +122,7 @@ class _Writer(FileSystemWriterAsync):
     def write(self) -> None:
         if not self._items:
             return
+        stream: _Hashed | None = None
         try:
             with open(os.path.join(self.checkpoint_dir, self._name), "wb") as file:
                 stream = _Hashed(file)
@@ -134,7 +131,7 @@ class _Writer(FileSystemWriterAsync):
                 os.fsync(file.fileno())
             self.digests[self._name] = stream.digest.hexdigest()
         except _WRITE_ERRORS as error:
-            self._error = error
+            self._error = stream.error if stream is not None and stream.error is not None else error
         self._items.clear()
 
     def _write_one(self, stream: Any, item: Any, data: Any) -> Any:
@@ -149,6 +146,33 @@ class _Writer(FileSystemWriterAsync):
             raise self._error
 
 
+def room_for(state: dict[str, Any], copies: dict[Any, torch.Tensor]) -> Callable[[], None]:
+    """What makes, in any thread, the memory that `Write(state, ..., copies=copies)` will copy into: to make
+    and touch it takes longer than to copy."""
+    planner = _planner()
+    planner.set_up_planner(_flat(state)[0], is_coordinator=dist.get_rank() == 0)
+    items = [item for item in planner.create_local_plan().items if item.type != WriteItemType.BYTE_IO]
+    wanted = {item.index: planner.resolve_data(item) for item in items}
+    kinds = {key: (data.shape, data.dtype, data.is_cuda) for key, data in wanted.items()}
+
+    def make() -> None:
+        for key, (shape, dtype, pinned) in kinds.items():
+            copies[key] = torch.empty(shape, dtype=dtype, pin_memory=pinned).zero_()
+
+    return make
+
+
+def _flat(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The sharded part of `state` as torch's planners want it, and the rest."""
+    sharded, common = save_preprocess(state)
+    flat, _, _ = mcore_torch._replace_state_dict_keys_with_sharded_keys(sharded, True)
+    return mcore_torch.mcore_to_pyt_state_dict(flat, False), common
+
+
+def _planner() -> mcore_torch.MCoreSavePlanner:
+    return mcore_torch.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+
+
 def _copied(data: torch.Tensor, copies: dict[Any, torch.Tensor], key: Any) -> torch.Tensor:
     """`data` in host memory; memory that was used before costs no page faults."""
     there = copies.get(key)
@@ -158,14 +182,20 @@ def _copied(data: torch.Tensor, copies: dict[Any, torch.Tensor], key: Any) -> to
 
 
 class _Hashed:
-    """A binary stream that checksums what passes."""
+    """A binary stream that checksums what passes, and remembers why it could not pass: torch makes "enforce
+    fail ... unexpected pos" of a full disk."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.digest = file, xxhash.xxh3_128()
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.digest.update(data)
-        return self.file.write(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
 
     def tell(self) -> int:
         return self.file.tell()

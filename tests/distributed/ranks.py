@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -54,6 +55,8 @@ def run_ranks(
     ranks and raise RankError. Results must be picklable.
     """
     context = multiprocessing.get_context("fork")
+    gc.collect()
+    gc.freeze()  # a collection in a rank would otherwise copy every page that it inherits
     with tempfile.TemporaryDirectory() as directory:
         environment = {
             "MASTER_ADDR": "127.0.0.1",

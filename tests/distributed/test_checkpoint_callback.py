@@ -123,6 +123,25 @@ def test_the_best_stay_beside_the_last(model_dir: str, tmp_path: Path) -> None:
     assert (done["best"], done["last"]) == ("iter_0000004", "iter_0000009")
 
 
+def test_without_the_last_only_the_best_are_saved(model_dir: str, tmp_path: Path) -> None:
+    options = {"monitor": "eval/x/mean", "save_last": False, "every_n_train_steps": 1, "save_at_end": False}
+    done = start(fit, model_dir, str(tmp_path / "save"), 9, options)
+    assert files.iterations(tmp_path / "save") == [4]
+    assert done["best"] == "iter_0000004"
+
+
+def test_a_path_is_resumed_as_well_as_the_last(model_dir: str, tmp_path: Path) -> None:
+    root, options = tmp_path / "save", {"every_n_train_steps": 1, "keep_checkpoints": -1}
+    straight = start(fit, model_dir, str(root), 3, options)
+    again = start(fit_from, model_dir, str(root), 3, options, str(root / "iter_0000001"))
+    assert again["norms"] == straight["norms"][1:]
+
+
+def fit_from(rank: int, world: int, *args: Any) -> dict[str, Any]:
+    *args, path = args
+    return fit(rank, world, *args, ckpt_path=path)
+
+
 def test_last_is_found_again_and_goes_on_alike(model_dir: str, tmp_path: Path) -> None:
     options = {"every_n_train_steps": 2}
     straight = start(fit, model_dir, str(tmp_path / "a" / "save"), 6, options)
