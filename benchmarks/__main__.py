@@ -11,7 +11,8 @@ def main() -> int:
     worst = 0
     for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
         print(f"== {path.stem}", flush=True)
-        worst = max(worst, subprocess.run([sys.executable, str(path)], check=False).returncode)
+        command = [sys.executable, "-m", f"benchmarks.{path.stem}"]
+        worst = max(worst, subprocess.run(command, cwd=path.parent.parent, check=False).returncode)
     return worst
 
 

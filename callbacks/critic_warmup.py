@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from ppo_lightning.module import PPOModule
-    from ppo_lightning.samples import Experience
+    from ppo_lightning.samples import Sample
 
 
 class CriticWarmupCallback(PPOCallback):
@@ -20,6 +20,6 @@ class CriticWarmupCallback(PPOCallback):
     def __init__(self, num_critic_only_steps: int) -> None:
         self.num_critic_only_steps = num_critic_only_steps
 
-    def on_advantages_end(self, trainer: pl.Trainer, module: PPOModule, experience: Experience) -> None:
+    def on_samples_end(self, trainer: pl.Trainer, module: PPOModule, samples: list[Sample]) -> None:
         if module.rollout.index < self.num_critic_only_steps:
             module.rollout.train_actor = False

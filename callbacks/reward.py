@@ -13,14 +13,14 @@ from ppo_lightning.rewards import RewardError, custom
 from ppo_lightning.rewards.deepscaler import RESPONSE_MARK, THINK_END
 from ppo_lightning.rewards.model import RewardModel
 from ppo_lightning.rewards.remote_rm import RemoteReward
-from ppo_lightning.samples import Status, require
+from ppo_lightning.samples import Status
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from ppo_lightning.config import PPOConfig
     from ppo_lightning.module import PPOModule
-    from ppo_lightning.samples import Experience, Prompt, Sample
+    from ppo_lightning.samples import Prompt, Sample
 
 log = logging.getLogger(__name__)
 
@@ -165,15 +165,13 @@ class RewardCallback(PPOCallback):
         for sample, value in zip(samples, self.values(samples)):
             sample.add_reward(self.weight * value)
 
-    def on_experience_end(self, trainer: pl.Trainer, module: PPOModule, experience: Experience) -> None:
+    def on_samples_end(self, trainer: pl.Trainer, module: PPOModule, samples: list[Sample]) -> None:
         """Time-outs of all rewards and ranks become a metric; rewards that never vary are reported once."""
         family = [c for c in trainer.callbacks if isinstance(c, RewardCallback)]  # type: ignore[attr-defined] # set by the connector
         if family[0] is not self:
             return
         counts = module.strategy.gather_objects(sum(c.timeouts for c in family))
         self.metrics = {"rollout/reward_timeouts": float(sum(counts))}
-        rollout = require(module.rollout, "module.rollout", "PPOModule")
-        samples = require(rollout.samples, "module.rollout.samples", "RolloutCallback")
         warning = self.diagnose(samples, [c.name for c in family])
         if warning and trainer.is_global_zero:
             log.warning(warning)

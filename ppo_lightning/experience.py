@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,16 +46,27 @@ def gather(
     )
 
 
-def microbatches(experience: Experience, rows_per_batch: Sequence[Sequence[int]]) -> list[Microbatch]:
+def microbatches(
+    experience: Experience, rows_per_batch: Sequence[Sequence[int]], *, without: str | None = None
+) -> list[Microbatch]:
     """Micro-batches of the given rows, with the slots that the experience holds now; a slot that is None
-    stays None. No rows give a dummy with fields of length 0."""
+    stays None, as does that named `without`. No rows give a dummy with fields of length 0."""
+    if without is not None:
+        experience = replace(experience, **{without: None})
     return [_microbatch(experience, list(rows)) for rows in rows_per_batch]
 
 
-def scatter(experience: Experience, batches: Sequence[Microbatch], flats: Sequence[Tensor]) -> Tensor:
-    """[B, T] from one flat [n] tensor per micro-batch, zeros elsewhere."""
+def scatter(
+    experience: Experience,
+    batches: Sequence[Microbatch],
+    flats: Sequence[Tensor],
+    onto: Tensor | None = None,
+) -> Tensor:
+    """[B, T] from one flat [n] tensor per micro-batch; elsewhere what `onto` has, or zeros."""
     first = flats[0] if flats else experience.weights
     out = torch.zeros(experience.mask.shape, dtype=first.dtype, device=experience.mask.device)
+    if onto is not None:
+        out.copy_(onto)
     for batch, flat in zip(batches, flats, strict=True):
         if flat.numel() != batch.num_response_tokens:
             raise ValueError(f"{flat.numel()} numbers for {batch.num_response_tokens} response tokens")

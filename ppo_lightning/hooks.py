@@ -30,10 +30,11 @@ class PPOCallback(pl.Callback):
         """The whole scored rollout, the same on every rank; after dynamic sampling and masking."""
 
     def on_experience_end(self, trainer: pl.Trainer, module: PPOModule, experience: Experience) -> None:
-        """Old values, old and reference log-probs of this data rank's samples are there."""
+        """Old values, old and reference log-probs of this data rank's samples are there. A callback with this
+        hook or the next makes the module run passes that it would leave out (`ppo_lightning.savings`)."""
 
     def on_advantages_end(self, trainer: pl.Trainer, module: PPOModule, experience: Experience) -> None:
-        """Advantages and returns are there; what is changed here is what the updates see."""
+        """Advantages and returns are there; what is changed here is what both updates see."""
 
     def on_critic_update_start(self, trainer: pl.Trainer, module: PPOModule) -> None: ...
 
@@ -56,3 +57,12 @@ def emit(trainer: pl.Trainer, hook: str, *args: Any) -> None:
         method = getattr(callback, hook, None)
         if method is not None:
             method(trainer, trainer.lightning_module, *args)
+
+
+def listens(trainer: pl.Trainer, *hooks: str) -> bool:
+    """Whether any callback does something in one of `hooks`."""
+    methods = ((getattr(callback, hook, None), hook) for callback in trainer.callbacks for hook in hooks)
+    return any(
+        method is not None and getattr(method, "__func__", None) is not vars(PPOCallback)[hook]
+        for method, hook in methods
+    )

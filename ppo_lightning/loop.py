@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ppo_lightning import advantages, experience, losses, packing
 from ppo_lightning.rewards import custom
-from ppo_lightning.samples import Prompt, Sample, Status
+from ppo_lightning.samples import Experience, Prompt, Sample, Status
 
 if TYPE_CHECKING:
     from ppo_lightning.config import PPOConfig
+    from ppo_lightning.megatron.topology import Topology
 
 Groups = list[list[Sample]]
 
@@ -192,6 +194,47 @@ def _renumbered(groups: Groups) -> list[Sample]:
         for number, sample in enumerate(group):
             sample.group_index, sample.index = place, place * n + number
     return [sample for group in groups for sample in group]
+
+
+def plan_of(samples: list[Sample], config: PPOConfig, topology: Topology) -> packing.RolloutPlan:
+    """How a whole rollout is cut for this layout."""
+    performance = config.performance
+    dynamic = performance.use_dynamic_batch_size
+    return packing.plan_rollout(
+        [len(s.tokens) for s in samples],
+        num_steps=config.rollout.num_steps_per_rollout,
+        data_ranks=topology.dp,
+        micro_batch_size=None if dynamic else performance.micro_batch_size,
+        max_tokens=performance.max_tokens_per_gpu * topology.cp if dynamic else None,
+        balance=performance.balance_data,
+        multiple_of=topology.pp if topology.vpp else 1,
+    )
+
+
+def share_of(
+    samples: list[Sample], plan: packing.RolloutPlan, config: PPOConfig, data_rank: int
+) -> Experience:
+    """A data rank's part of a whole rollout."""
+    estimator = advantages.estimator(config.algorithm.advantage_estimator)
+    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float32)
+    groups = torch.tensor([s.group_index for s in samples])
+    shaped = advantages.shape_rewards(estimator.name, rewards, groups)
+    trainable = torch.tensor([sum(s.trainable) for s in samples])
+    longest = config.rollout.rollout_max_response_len
+    weights = torch.zeros(len(samples))
+    for step in plan.steps:
+        weights[step.samples] = losses.token_weights(
+            trainable[step.samples],
+            per_token=config.algorithm.calculate_per_token_loss,
+            constant_length=longest if estimator.constant_length else None,
+        )
+    mine = plan.samples_of(data_rank)
+    return experience.gather(
+        [samples[i] for i in mine],
+        shaped[mine],
+        weights[mine],
+        with_rollout_logprobs=any(s.rollout_log_probs is not None for s in samples),
+    )
 
 
 def initial_weights(config: PPOConfig, role: str) -> str:

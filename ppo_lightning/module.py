@@ -10,16 +10,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ppo_lightning import advantages, experience, losses, packing
-from ppo_lightning.hooks import emit
-from ppo_lightning.loop import DynamicSampling, NonFiniteUpdateError, Rollout, RolloutDone, initial_weights
+from ppo_lightning import advantages, experience, loop, losses, packing
+from ppo_lightning.gae import sum_to_go
+from ppo_lightning.hooks import emit, listens
 from ppo_lightning.masked import masked_sum
 from ppo_lightning.megatron.optimizer import OptimizerOptions
 from ppo_lightning.metrics import experience_metrics, mean_of, rollout_metrics
 from ppo_lightning.samples import Experience, Prompt, Sample, require
+from ppo_lightning.savings import Savings, Seen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,14 +40,14 @@ class PPOModule(pl.LightningModule):
         self.automatic_optimization = False
         self.config = config
         self.engine: Engine | None = None
-        self.rollout: Rollout | None = None
+        self.rollout: loop.Rollout | None = None
         self.weight_version = 0
         self.skipped_in_a_row = {"actor": 0, "critic": 0}
         self.kl = losses.KLController.from_config(config)
         self.estimator = advantages.estimator(config.algorithm.advantage_estimator)
         self.has_critic = self.estimator.needs_critic
         self.has_reference = config.kl
-        self.sampling = DynamicSampling.from_config(config)
+        self.sampling = loop.DynamicSampling.from_config(config)
 
     def training_step(self, prompts: list[Prompt], batch_idx: int) -> None:
         """One PPO iteration: prompts in, updated actor and critic out."""
@@ -55,30 +55,27 @@ class PPOModule(pl.LightningModule):
         samples = self.generate(prompts)
         if self.config.debug.debug_rollout_only:
             return self.end_rollout(rollout_metrics(samples), time.perf_counter() - started)
-        plan = self.plan(samples)
-        share = self.share(samples, plan)
+        plan, metrics = self.plan(samples), rollout_metrics(samples)
+        share, saved = self.share(samples, plan), self.savings()
         if self.has_critic:
-            share.old_values = self.infer("critic", "values", share, plan)
-        if self.has_reference:
-            share.ref_logprobs = self.infer("reference", "logprobs", share, plan)
-        if self.config.algorithm.use_rollout_logprobs:
-            share.old_logprobs = require(share.rollout_logprobs, "rollout_log_probs", "the rollout engine")
-        else:
-            share.old_logprobs = self.infer("actor", "logprobs", share, plan)
+            share.old_values = self.infer("critic", "values", share, plan, later=saved.old_values)
+        if self.rollout.train_actor or not saved.idle_actor:
+            if self.has_reference:
+                share.ref_logprobs = self.infer("reference", "logprobs", share, plan)
+            share.old_logprobs = self.old_logprobs(share, plan, saved)
+        if saved.old_values:  # targets are sums of rewards; the critic's first step tells the old values
+            share.returns = sum_to_go(share.rewards, share.mask, gamma=1.0)
+            metrics |= self.train_role("critic", share, plan, saved)
         self.emit("on_experience_end", share)
         share.advantages, share.returns = self.advantages(share)
         self.adapt_kl(share, len(samples))
         self.emit("on_advantages_end", share)
 
-        metrics = rollout_metrics(samples) | experience_metrics(share, self.strategy.reduce_over_data)
-        if self.has_critic:
-            self.emit("on_critic_update_start")
-            metrics |= self.update("critic", share, plan)
-            self.emit("on_critic_update_end")
+        metrics |= experience_metrics(share, self.strategy.reduce_over_data)
+        if self.has_critic and not saved.old_values:
+            metrics |= self.train_role("critic", share, plan, saved)
         if self.rollout.train_actor:
-            self.emit("on_actor_update_start")
-            metrics |= self.update("actor", share, plan)
-            self.emit("on_actor_update_end")
+            metrics |= self.train_role("actor", share, plan, saved)
             self.weight_version += 1
             with self.timed("weight_sync"):
                 self.emit("on_weights_updated", self.weight_version)
@@ -88,7 +85,7 @@ class PPOModule(pl.LightningModule):
 
     def generate(self, prompts: list[Prompt]) -> list[Sample]:
         """Responses and rewards of the whole rollout, in its order, on every rank."""
-        self.rollout = Rollout(self.trainer.global_step, prompts)
+        self.rollout = loop.Rollout(self.trainer.global_step, prompts)
         if self.sampling is None:
             samples = self.draw(prompts)
         else:
@@ -136,43 +133,28 @@ class PPOModule(pl.LightningModule):
 
     def plan(self, samples: list[Sample]) -> packing.RolloutPlan:
         """Optimizer batches, data ranks and micro-batches; computed alike on every rank."""
-        c, topology = self.config, self.strategy.topology
-        dynamic = c.performance.use_dynamic_batch_size
-        return packing.plan_rollout(
-            [len(s.tokens) for s in samples],
-            num_steps=c.rollout.num_steps_per_rollout,
-            data_ranks=topology.dp,
-            micro_batch_size=None if dynamic else c.performance.micro_batch_size,
-            max_tokens=c.performance.max_tokens_per_gpu * topology.cp if dynamic else None,
-            balance=c.performance.balance_data,
-            multiple_of=topology.pp if topology.vpp else 1,
-        )
+        return loop.plan_of(samples, self.config, self.strategy.topology)
 
     def share(self, samples: list[Sample], plan: packing.RolloutPlan) -> Experience:
         """This data rank's part; rewards are shaped and denominators counted over the whole rollout."""
-        rewards = torch.tensor([s.reward for s in samples], dtype=torch.float32)
-        groups = torch.tensor([s.group_index for s in samples])
-        shaped = advantages.shape_rewards(self.estimator.name, rewards, groups)
-        trainable = torch.tensor([sum(s.trainable) for s in samples])
-        longest = self.config.rollout.rollout_max_response_len
-        weights = torch.zeros(len(samples))
-        for step in plan.steps:
-            weights[step.samples] = losses.token_weights(
-                trainable[step.samples],
-                per_token=self.config.algorithm.calculate_per_token_loss,
-                constant_length=longest if self.estimator.constant_length else None,
-            )
-        mine = plan.samples_of(self.strategy.topology.dp_rank)
-        return experience.gather(
-            [samples[i] for i in mine],
-            shaped[mine],
-            weights[mine],
-            with_rollout_logprobs=any(s.rollout_log_probs is not None for s in samples),
-        )
+        return loop.share_of(samples, plan, self.config, self.strategy.topology.dp_rank)
 
-    def infer(self, role: str, output: str, share: Experience, plan: packing.RolloutPlan) -> Tensor:
-        """One forward pass of `role` over this rank's share: [B, T]."""
-        rows = [r for step in plan.rows_of(self.strategy.topology.dp_rank) for r in step]
+    def savings(self) -> Savings:
+        watched = listens(self.trainer, "on_experience_end", "on_advantages_end")
+        return Savings.of(self.config, watched=watched)
+
+    def old_logprobs(self, share: Experience, plan: packing.RolloutPlan, saved: Savings) -> Tensor | None:
+        if self.config.algorithm.use_rollout_logprobs:
+            return require(share.rollout_logprobs, "rollout_log_probs", "the rollout engine")
+        return self.infer("actor", "logprobs", share, plan, later=saved.old_logprobs)
+
+    def infer(
+        self, role: str, output: str, share: Experience, plan: packing.RolloutPlan, *, later: bool = False
+    ) -> Tensor | None:
+        """A forward pass of `role` over this rank's share, [B, T]; `later`: without the first step's part."""
+        rows = [r for step in plan.rows_of(self.strategy.topology.dp_rank)[later:] for r in step]
+        if not rows:
+            return None
         batches = experience.microbatches(share, rows)
         with self.timed(f"{role}_forward"), self.active(role):
             return experience.scatter(share, batches, self.strategy.forward(role, batches, output))
@@ -189,14 +171,31 @@ class PPOModule(pl.LightningModule):
             mean = self.strategy.reduce_over_data(total).item() / num_samples
             self.kl = self.kl.observe(mean, num_samples)
 
-    def update(self, role: str, share: Experience, plan: packing.RolloutPlan) -> dict[str, float]:
-        """All optimizer steps of `role` on this rollout; metrics are means over the steps."""
+    def train_role(
+        self, role: str, share: Experience, plan: packing.RolloutPlan, saved: Savings
+    ) -> dict[str, float]:
+        """`update` between its hooks."""
+        self.emit(f"on_{role}_update_start")
+        metrics = self.update(role, share, plan, saved.old_values if role == "critic" else saved.old_logprobs)
+        self.emit(f"on_{role}_update_end")
+        return metrics
+
+    def update(
+        self, role: str, share: Experience, plan: packing.RolloutPlan, first: bool = False
+    ) -> dict[str, float]:
+        """All optimizer steps of `role`; metrics are their means. `first`: the first fills the old slot."""
         a, objective, reports = self.config.algorithm, self.objective(role), []
         entropy = role == "actor" and (a.observe_training_entropy or a.entropy_coef != 0.0)
+        slot = "old_values" if role == "critic" else "old_logprobs"
         with self.timed(role), self.active(role):
-            for rows in plan.rows_of(self.strategy.topology.dp_rank) * a.ppo_epochs:
-                batches = experience.microbatches(share, rows)
-                sums = self.strategy.forward_backward(role, batches, objective, entropy=entropy)
+            for number, rows in enumerate(plan.rows_of(self.strategy.topology.dp_rank) * a.ppo_epochs):
+                new = first and number == 0
+                batches = experience.microbatches(share, rows, without=slot if new else None)
+                seen = Seen(objective, slot.removeprefix("old_")) if new else objective
+                sums = self.strategy.forward_backward(role, batches, seen, entropy=entropy)
+                if new:
+                    flats = self.strategy.complete(role, batches, seen.parts)
+                    setattr(share, slot, experience.scatter(share, batches, flats, getattr(share, slot)))
                 step = self.strategy.step(role)
                 self.count_skipped(role, step.skipped)
                 reports.append(
@@ -230,14 +229,15 @@ class PPOModule(pl.LightningModule):
             self.strategy.setup_model(
                 role, c.model.hf_checkpoint, optimizer=optimizer, temperature=c.rollout.rollout_temperature
             )
-            self.strategy.load_weights(role, initial_weights(c, role))  # dropped when a checkpoint is loaded
+            # dropped when a checkpoint is loaded
+            self.strategy.load_weights(role, loop.initial_weights(c, role))
             self.strategy.deactivate(role)
 
     def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
         """Nothing: `trainer.validate` gives the evaluation callback its occasion."""
 
-    def configure_optimizers(self) -> RolloutDone:
-        return RolloutDone()
+    def configure_optimizers(self) -> loop.RolloutDone:
+        return loop.RolloutDone()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["ppo"] = {
@@ -282,7 +282,7 @@ class PPOModule(pl.LightningModule):
         self.skipped_in_a_row[role] = self.skipped_in_a_row[role] + 1 if skipped else 0
         limit = self.config.debug.max_skipped_steps
         if self.skipped_in_a_row[role] >= limit:
-            raise NonFiniteUpdateError(role, limit)
+            raise loop.NonFiniteUpdateError(role, limit)
 
     def end_rollout(self, metrics: dict[str, float], seconds: float) -> None:
         """Log, count the rollout as done and its prompts as used."""

@@ -116,6 +116,9 @@ class PerformanceOptions:
         None, "token budget of a rank; times CP for the sequence", at_least=1
     )
     balance_data: bool = switch("give every data rank about the same number of tokens")
+    skip_redundant_passes: bool = switch(
+        "leave out a forward pass where another one gives its result exactly", default=True
+    )
     log_probs_chunk_size: int | None = option(
         None, "response tokens whose logits exist at one time; not given: the head's own choice", at_least=1
     )

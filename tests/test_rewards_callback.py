@@ -247,7 +247,7 @@ def after_rollouts(callback, *rollouts, rank_counts=(0, 0)):
             rollout=SimpleNamespace(samples=rollout),
             strategy=SimpleNamespace(gather_objects=lambda mine: [mine, *rank_counts]),
         )
-        callback.on_experience_end(trainer, module, None)
+        callback.on_samples_end(trainer, module, rollout)
 
 
 def constant(*texts, value=0.0, **fields):

@@ -1,8 +1,9 @@
 """Batched decoding with a transformers model: one prefill, then a token a step for the rows still at work.
 
 Against `model.generate` it writes keys and values in place instead of copying the cache every step, reads a
-prompt shared by several rows once, shares key heads among query heads without repeating them, and drops
-finished rows.
+prompt shared by several rows once, shares key heads among query heads without repeating them, drops
+finished rows, and takes the steps of known architectures without their modules
+(`ppo_lightning.engines.dense`).
     b  rows still at work    P  longest prompt    t  tokens in the cache    V  vocabulary
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +21,12 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ppo_lightning.engines.base import SamplingParams
+from ppo_lightning.engines.dense import DenseDecoder
 from ppo_lightning.engines.sampling import draw
 
 ATTENTION = "ppo_lightning_grouped"
 ROOM = 64  # tokens of free room in a new cache
+DROPPED = 0.25  # share of finished rows that makes it worth to copy the cache of the others
 
 Stop = Callable[[list[list[int]]], list[bool]]
 
@@ -114,34 +117,38 @@ def decode(
     end_ids: Sequence[int],
     stop: Stop | None = None,
     aborted: Callable[[], bool] = lambda: False,
+    dense: DenseDecoder | None = None,
 ) -> list[Decoded]:
     """A response to each prompt: at most `limits[i]` tokens, up to and including one of `end_ids` or the
     token that makes `stop` true of the response so far. `uniform` [rows, max(limits)] are the draws. `model`
-    must use ATTENTION. When `aborted` turns true, what is there is returned as cut."""
-    device = model.device
-    state = _Prefilled.of(model, prompts)
-    ends = torch.tensor(list(end_ids), dtype=torch.long, device=device)
-    limit = torch.tensor(list(limits), device=device)
-    uniform = uniform.to(device)
-    rows = torch.arange(len(prompts), device=device)
-    tokens = torch.zeros(len(prompts), max(limits), dtype=torch.long, device=device)
-    logprobs = torch.zeros(len(prompts), max(limits), device=device)
+    must use ATTENTION; `dense` is the same model's quicker decoder, where there is one. When `aborted` turns
+    true, what is there is returned as cut."""
+    device, longest = model.device, max(limits)
+    state = _prefilled(model, prompts, dense, longest)
+    ends, draws = torch.tensor(list(end_ids), dtype=torch.long, device=device), uniform.to(device).t()
+    rows, limit = torch.arange(len(prompts), device=device), torch.tensor(list(limits), device=device)
+    tokens = torch.zeros(len(prompts), longest, dtype=torch.long, device=device)
+    logprobs = torch.zeros(len(prompts), longest, device=device)
     lengths, ended = torch.zeros_like(limit), torch.zeros_like(limit, dtype=torch.bool)
-    for step in range(max(limits)):
-        token, logprob = draw(state.logits, uniform[rows, step], params)
+    done = torch.zeros_like(ended)
+    for step in range(longest):
+        token, logprob = draw(state.logits, draws[step], params)
         tokens[rows, step], logprobs[rows, step] = token, logprob
-        lengths[rows] = step + 1
         over = (token[:, None] == ends).any(-1)
         if stop is not None:
             over |= torch.tensor(stop(tokens[rows, : step + 1].tolist()), device=device)
-        ended[rows] = over
-        kept = (~(over | (limit[rows] == step + 1))).nonzero()[:, 0]
+        ending = (over | (limit == step + 1)) & ~done
+        if ending.any():
+            lengths[rows[ending]], ended[rows[ending]] = step + 1, over[ending]
+            done |= ending
+        kept = (~done).nonzero()[:, 0]
         if len(kept) == 0 or aborted():
             break
-        if len(kept) < len(rows):
-            rows, token = rows[kept], token[kept]
+        if len(kept) <= (1 - DROPPED) * len(rows):
+            rows, limit, token, draws, done = rows[kept], limit[kept], token[kept], draws[:, kept], done[kept]
             state.keep(kept)
-        state.advance(model, token)
+        state.advance(token)
+    lengths[rows[~done]] = step + 1
     sizes, flags = lengths.tolist(), ended.tolist()
     return [
         Decoded(ids[:size], values[:size], flag)
@@ -149,49 +156,120 @@ def decode(
     ]
 
 
-@dataclass(slots=True)
-class _Prefilled:
-    """What the next step needs. `filled` [b, t] marks the cache's tokens, None where no prompt is padded."""
+class _State(Protocol):
+    """What has been read of every row."""
 
-    cache: Cache
     logits: Tensor  # [b, V] fp32, of the token to draw
-    positions: Tensor  # [b, 1] of the last token
-    filled: Tensor | None
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> _Prefilled:
-        """Equal prompts pass through the model once."""
-        unique: dict[tuple[int, ...], int] = {}
-        place = [unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts]
-        longest = max(map(len, unique))
-        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in unique], device=model.device)
-        padding = torch.tensor([longest - len(p) for p in unique], device=model.device)
-        filled = torch.arange(longest, device=model.device) >= padding[:, None]
-        positions = (torch.arange(longest, device=model.device) - padding[:, None]).clamp(min=0)
-        padded = bool(padding.any())
-        cache = Cache(layers=[GrowingLayer() for _ in range(model.config.num_hidden_layers)])
-        logits = _forward(model, ids, cache, positions, _prefill_mask(filled) if padded else None)
-        state = cls(cache, logits, positions[:, -1:], filled if padded else None)
-        if len(unique) < len(prompts):
-            index = torch.tensor(place, device=model.device)
-            state.keep(index)
-            state.logits = state.logits[index]
-        return state
 
     def keep(self, rows: Tensor) -> None:
         """Only these rows of the cache; the logits are the next step's affair."""
+
+    def advance(self, token: Tensor) -> None:
+        """Take in one token a row [b]."""
+
+
+def _prefilled(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], dense: DenseDecoder | None, steps: int
+) -> _State:
+    """All prompts read; equal ones pass through the model once."""
+    unique: dict[tuple[int, ...], int] = {}
+    place = torch.tensor([unique.setdefault(tuple(prompt), len(unique)) for prompt in prompts])
+    longest = max(map(len, unique))
+    ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in unique], device=model.device)
+    padding = torch.tensor([longest - len(p) for p in unique], device=model.device)
+    filled = torch.arange(longest, device=model.device) >= padding[:, None]
+    positions = (torch.arange(longest, device=model.device) - padding[:, None]).clamp(min=0)
+    padded = bool(padding.any())
+    cache = Cache(layers=[GrowingLayer() for _ in range(model.config.num_hidden_layers)])
+    logits = _forward(model, ids, cache, positions, _prefill_mask(filled) if padded else None)
+    state = _Modules(model, cache, logits, positions[:, -1:], filled if padded else None)
+    if dense is not None:
+        return _Dense.of(dense, state, place, steps)
+    if len(unique) < len(prompts):
+        state.keep(place.to(model.device))
+        state.logits = logits[place.to(model.device)]
+    return state
+
+
+@dataclass(slots=True)
+class _Modules:
+    """The next step by the model itself. `filled` [b, t] marks the cache's tokens, None where no prompt is
+    padded."""
+
+    model: PreTrainedModel
+    cache: Cache
+    logits: Tensor
+    positions: Tensor  # [b, 1] of the last token
+    filled: Tensor | None
+
+    def keep(self, rows: Tensor) -> None:
         self.cache.batch_select_indices(rows)
         self.positions = self.positions[rows]
         self.filled = None if self.filled is None else self.filled[rows]
 
-    def advance(self, model: PreTrainedModel, token: Tensor) -> None:
-        """Take in one token a row [b]."""
+    def advance(self, token: Tensor) -> None:
         self.positions = self.positions + 1
         mask = None
         if self.filled is not None:
             self.filled = F.pad(self.filled, (0, 1), value=True)
             mask = self.filled[:, None, None]
-        self.logits = _forward(model, token[:, None], self.cache, self.positions, mask)
+        self.logits = _forward(self.model, token[:, None], self.cache, self.positions, mask)
+
+
+@dataclass(slots=True)
+class _Dense:
+    """The next step without the modules; room for every token is there from the start."""
+
+    decoder: DenseDecoder
+    keys: Tensor  # [layers, b, g, room, d]
+    values: Tensor
+    length: int  # tokens in the cache
+    logits: Tensor
+    positions: Tensor | None  # [b] of the last token, where prompts are padded; else it is length - 1
+    filled: Tensor | None  # [b, room]
+    angles: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, decoder: DenseDecoder, read: _Modules, place: Tensor, steps: int) -> _Dense:
+        """`place` [b]: which of the prompts read a row has."""
+        layers: Any = read.cache.layers
+        length = layers[0].keys.shape[-2]
+        places = []
+        for kind in ("keys", "values"):
+            _, groups, _, width = getattr(layers[0], kind).shape
+            room = read.logits.new_empty(len(layers), len(place), groups, length + steps, width)
+            for mine, layer in zip(room, layers):
+                mine[:, :, :length] = getattr(layer, kind)[place]
+            places.append(room)
+        positions = filled = None
+        if read.filled is not None:
+            positions = read.positions[place, 0]
+            filled = F.pad(read.filled[place], (0, steps), value=True)
+        angles = decoder.angles(length + steps)
+        return cls(decoder, *places, length, read.logits[place], positions, filled, angles)
+
+    def keep(self, rows: Tensor) -> None:
+        self.keys, self.values = (self._kept(x, rows) for x in (self.keys, self.values))
+        if self.positions is not None and self.filled is not None:
+            self.positions, self.filled = self.positions[rows], self.filled[rows]
+
+    def _kept(self, cache: Tensor, rows: Tensor) -> Tensor:
+        layers, _, *shape = cache.shape
+        kept = cache.new_empty(layers, len(rows), *shape)
+        kept[:, :, :, : self.length] = cache[:, rows, :, : self.length]
+        return kept
+
+    def advance(self, token: Tensor) -> None:
+        cos, sin = self.angles
+        t, mask = self.length, None
+        if self.positions is None or self.filled is None:
+            cos, sin = cos[t : t + 1], sin[t : t + 1]
+        else:
+            self.positions += 1
+            cos, sin = cos[self.positions], sin[self.positions]
+            mask = self.filled[:, None, None, : t + 1]
+        self.logits = self.decoder.step(token, cos, sin, self.keys, self.values, t, mask)
+        self.length = t + 1
 
 
 def _prefill_mask(filled: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ppo_lightning.engines.base import EngineError, SamplingParams
 from ppo_lightning.engines.decoding import Decoded, decode
+from ppo_lightning.engines.dense import DenseDecoder
 from ppo_lightning.engines.hf_model import StopStrings, empty_model, end_of_sequence, read_model
 from ppo_lightning.engines.sampling import uniforms
 from ppo_lightning.samples import Sample, Status
@@ -52,6 +53,7 @@ class HFEngine:
         self.version: int | None = 0  # of the weights in use; None while there are none
         self._end_ids = None if end_ids is None else tuple(end_ids)
         self._model: PreTrainedModel | None = None
+        self._dense: DenseDecoder | None = None  # decodes the model, where it can
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._unusable: str | None = None  # why `generate` must refuse
         self._shapes: list[torch.Size] | None = None  # of the parameters, while asleep
@@ -74,6 +76,8 @@ class HFEngine:
             raise EngineError(self._unusable)
         self._abort.clear()
         model = self._loaded()
+        if self._dense is None and DenseDecoder.fits(model):
+            self._dense = DenseDecoder(model)
         limits = [self._room(sample, params) for sample in samples]
         ends = (*self.end_ids, *params.stop_token_ids)
         stop = StopStrings(self.tokenizer, params.stop) if params.stop else None
@@ -88,6 +92,7 @@ class HFEngine:
                     ends,
                     stop,
                     self._abort.is_set,
+                    self._dense,
                 )
             for i, output in zip(rows, outputs):
                 self._fill(samples[i], output, limits[i], params)
@@ -129,6 +134,7 @@ class HFEngine:
         """Give the weights' memory back, wherever they lie."""
         if self._model is None or self._shapes is not None:
             return
+        self._dense = None
         self._shapes = [parameter.shape for parameter in self._model.parameters()]
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(0)
@@ -153,7 +159,7 @@ class HFEngine:
         self._abort.set()
 
     def close(self) -> None:
-        self._model = self._tokenizer = None
+        self._model = self._dense = self._tokenizer = None
         self.version, self._unusable = None, "the engine is closed"
 
     # ---- parts ---------------------------------------------------------------------------------------------

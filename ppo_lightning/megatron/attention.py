@@ -14,14 +14,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ppo_lightning.megatron.batching import zigzag_index
+from ppo_lightning.megatron.batching import SequenceParams, zigzag_index
+from ppo_lightning.megatron.kernels import from_grid, rotate, to_grid
+
+GRID_LENGTH = 256  # tokens: up to there, filling rows up costs less than a call for every sequence
 
 
 class PackedAttention(MegatronModule):
@@ -57,15 +59,37 @@ class PackedAttention(MegatronModule):
         *,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: SequenceParams,
     ) -> Tensor:  # [t, a, d]
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        if packed_seq_params.rotary is not None:
+            query, key = (rotate(x, *packed_seq_params.rotary) for x in (query, key))
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         if cp == 1:
-            spans = pairwise(bounds)
-            return torch.cat([self._attend(query[i:j], key[i:j], value[i:j], 0) for i, j in spans])
+            return self._whole(query, key, value, packed_seq_params.lengths)
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
         key, value = self._gather(key, value, bounds)
         return torch.cat(self._zigzag(query, key, value, bounds, cp, rank))
+
+    def _whole(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """Every sequence is here as a whole: those of one length, or short ones on a grid, are attended at
+        once."""
+        longest = max(lengths)
+        if len(set(lengths)) == 1:
+            return self._attend_rows(query, key, value, longest)
+        if longest <= GRID_LENGTH:
+            cell, token = (x.to(query.device) for x in _grid(lengths))
+            grids = (to_grid(x, cell, token) for x in (query, key, value))
+            return from_grid(self._attend_rows(*grids, longest), cell)
+        parts = zip(*(x.split(lengths) for x in (query, key, value)))
+        return torch.cat([self._attend(*part, 0) for part in parts])
+
+    def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor, length: int) -> Tensor:
+        """Sequences of `length`, one after another: [b length, a, d]."""
+        q, k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+        )
+        return out.transpose(1, 2).reshape(query.shape)
 
     def _gather(self, key: Tensor, value: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
         """All ranks' keys and values, in the order of the packed batch."""
@@ -113,3 +137,14 @@ class PackedAttention(MegatronModule):
 def _packed_order(lengths: tuple[int, ...], cp: int) -> Tensor:
     """Where each packed position stands in all context ranks' slices, one after another."""
     return torch.argsort(torch.cat([zigzag_index(lengths, cp, rank) for rank in range(cp)]))
+
+
+@lru_cache(maxsize=64)
+def _grid(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Rows as long as the longest sequence: the cell of each packed token, and the token of each cell (0 in
+    what is left over)."""
+    longest = max(lengths)
+    cell = torch.cat([row * longest + torch.arange(n) for row, n in enumerate(lengths)])
+    token = torch.zeros(len(lengths) * longest, dtype=torch.int64)
+    token[cell] = torch.arange(len(cell))
+    return cell, token

@@ -22,13 +22,21 @@ from ppo_lightning.packing import zigzag_indices
 from ppo_lightning.samples import Microbatch
 
 
+@dataclass
+class SequenceParams(PackedSeqParams):
+    """What every layer's attention is told of the packed sequences."""
+
+    lengths: tuple[int, ...] = ()  # padded, before the cut
+    rotary: tuple[Tensor, Tensor] | None = None  # cos, sin [t/c, 1, d/2], where attention itself rotates
+
+
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """This rank's slice of a micro-batch."""
 
     tokens: Tensor  # [1, t/c] int64
     position_ids: Tensor  # [1, t/c] int64, counted from the start of each sequence
-    params: PackedSeqParams  # bounds of the padded sequences, before the cut
+    params: SequenceParams  # bounds of the padded sequences, before the cut
     rows: Tensor  # [m] int64: local positions that predict a response token
     targets: Tensor  # [m] int64: the tokens they predict
     select: Tensor  # [m] int64: where these tokens stand among the micro-batch's n response tokens
@@ -84,12 +92,13 @@ def pack(batch: Microbatch, topology: Topology, device: torch.device | None = No
     )
 
 
-def _sequence_params(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
+def _sequence_params(lengths: Sequence[int], device: torch.device) -> SequenceParams:
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    return PackedSeqParams(
+    return SequenceParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
+        lengths=tuple(lengths),
     )

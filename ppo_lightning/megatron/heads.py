@@ -1,8 +1,9 @@
 """What stands on the last hidden state: log-probabilities and entropy of tokens, or a value.
 
     m  selected tokens of this rank      h  hidden size      v  vocabulary columns of this tensor rank
-The policy head works in chunks of tokens and keeps no logits: the forward pass keeps two numbers a token, the
-backward pass computes a chunk's logits again. All of it is fp32 (or wider), whatever the weights are.
+The policy head works in chunks of tokens. Where all tokens fit into one chunk, it keeps their log-softmax for
+the backward pass; else it keeps two numbers a token, and the backward pass computes a chunk's logits again.
+All of it is fp32 (or wider), whatever the weights are.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 CHUNK_ELEMENTS = 2**26  # logits in flight by default: 256 MiB, and as much again for work on them
+CACHED_ELEMENTS = 2**21  # of a piece of a chunk on a processor: what stays in its cache
+CACHED_ROWS = 256  # at least: fewer tokens make slow products
 
 
 def log_probs_and_entropy(
@@ -73,9 +76,12 @@ class VocabParallelLogProbs(torch.autograd.Function):
         # of the distribution over this rank's columns alone; without columns its weight is nothing
         normalizer = hidden.new_full((hidden.size(0),), torch.finfo(dtype).min, dtype=dtype)
         chosen, spread = torch.zeros_like(normalizer), torch.zeros_like(normalizer)
-        logits, logp = _buffers(normalizer, min(chunk_size, hidden.size(0)), columns)
-        for rows in _chunks(hidden.size(0) if columns else 0, chunk_size):
-            x, p = logits[: _length(rows)], logp[: _length(rows)]
+        keep = hidden.size(0) <= chunk_size and any(ctx.needs_input_grad)
+        piece = _piece(hidden, chunk_size, columns)
+        logits = normalizer.new_empty(min(piece, hidden.size(0)), columns)
+        logp = normalizer.new_empty(hidden.size(0), columns) if keep else torch.empty_like(logits)
+        for rows in _chunks(hidden.size(0) if columns else 0, piece):
+            x, p = logits[: _length(rows)], logp[rows] if keep else logp[: _length(rows)]
             torch.mm(_scaled(hidden[rows], dtype, temperature), vocabulary.T, out=x)
             torch.log_softmax(x, 1, out=p)
             target = local_targets[rows, None].clamp(0, columns - 1)
@@ -88,8 +94,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
         logprobs, normalizer, entropies = _combine(local, chosen, spread, here, group)
         targets = local_targets.masked_fill(~here, -1)
         log_shares = (local - normalizer).clamp(min=-1e4)  # finite, where the share itself is 0
-        ctx.save_for_backward(hidden, weight, targets, log_shares, entropies)
-        ctx.columns, ctx.temperature, ctx.chunk_size, ctx.entropy = columns, temperature, chunk_size, entropy
+        ctx.save_for_backward(hidden, weight, targets, log_shares, entropies, logp if keep else None)
+        ctx.columns, ctx.temperature, ctx.piece, ctx.entropy = columns, temperature, piece, entropy
         if not entropy:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -98,7 +104,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_shares, entropies = ctx.saved_tensors
+        hidden, weight, targets, log_shares, entropies, kept = ctx.saved_tensors
         dtype, columns = log_shares.dtype, ctx.columns
         vocabulary = weight[:columns].to(dtype)
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
@@ -107,21 +113,22 @@ class VocabParallelLogProbs(torch.autograd.Function):
         if ctx.entropy:
             wanted = wanted | (grad_entropies != 0)
         active = wanted.nonzero().squeeze(1)  # masked and clipped tokens cost nothing and cannot spread a NaN
-        logits, spare = _buffers(log_shares, min(ctx.chunk_size, active.numel()), columns)
-        for chunk in _chunks(active.numel() if columns else 0, ctx.chunk_size):
-            rows = active[chunk]
-            x, p = logits[: rows.numel()], spare[: rows.numel()]
+        every = active.numel() == hidden.size(0)
+        logits, spare = (log_shares.new_empty(min(ctx.piece, active.numel()), columns) for _ in range(2))
+        for chunk in _chunks(active.numel() if columns else 0, ctx.piece):
+            rows: Any = chunk if every else active[chunk]
+            x, spared = logits[: _length(chunk)], spare[: _length(chunk)]
             scaled = _scaled(hidden[rows], dtype, ctx.temperature)
             slope, share = grad_logprobs[rows], log_shares[rows].exp()
-            torch.mm(scaled, vocabulary.T, out=x)
+            if kept is None:
+                torch.log_softmax(torch.mm(scaled, vocabulary.T, out=x), 1, out=spared)
+            p = spared if kept is None else kept[rows]
+            slopes, factor = torch.exp(p, out=x), -share * slope
             if ctx.entropy:
-                torch.log_softmax(x, 1, out=p)
                 flat = grad_entropies[rows]
                 constant = slope + flat * (entropies[rows] + log_shares[rows])
-                torch.exp(p, out=x).mul_(torch.addcmul(constant[:, None], p, flat[:, None], out=p))
-                slopes, factor = x, -share
-            else:
-                slopes, factor = torch.softmax(x, 1, out=p), -share * slope
+                slopes.mul_(torch.addcmul(constant[:, None], p, flat[:, None], out=spared))
+                factor = -share
             # what the softmax pulls down, then what the target pushes up
             here = (targets[rows] >= 0).nonzero().squeeze(1)
             target = targets[rows][here]
@@ -135,8 +142,11 @@ class VocabParallelLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, *(None,) * 6
 
 
-def _buffers(like: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    return like.new_empty(rows, columns), like.new_empty(rows, columns)
+def _piece(hidden: Tensor, chunk_size: int, columns: int) -> int:
+    """Tokens whose logits are worked on at a time."""
+    if hidden.device.type != "cpu":
+        return chunk_size
+    return min(chunk_size, max(CACHED_ROWS, CACHED_ELEMENTS // max(columns, 1)))
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

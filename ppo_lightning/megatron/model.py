@@ -29,6 +29,7 @@ from ppo_lightning.megatron import cpu
 from ppo_lightning.megatron.attention import PackedAttention
 from ppo_lightning.megatron.batching import PackedBatch
 from ppo_lightning.megatron.heads import ValueHead, log_probs_and_entropy
+from ppo_lightning.megatron.kernels import SwiGLU, rms_norm
 from ppo_lightning.megatron.names import (
     UnsupportedArchitectureError,
     architecture,
@@ -61,6 +62,10 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
+
 
 class TokenModel(GPTModel):
     """One (virtual) pipeline stage: `packed` -> hidden states, or TokenOutputs from the last stage."""
@@ -70,6 +75,7 @@ class TokenModel(GPTModel):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.options, self.shape, self.value_head = options, shape, value_head
+        self.use_te = _use_te(options)
         if value_head and self.post_process:
             self.output_layer = ValueHead(self.config, seed=options.seed, group=self.pg_collection.tp)
 
@@ -77,9 +83,7 @@ class TokenModel(GPTModel):
         self, packed: PackedBatch, *, entropy: bool = False
     ) -> TokenOutputs | Tensor:
         """[t, 1, h] between stages; fp32 [m] outputs of the response tokens held here from the last one."""
-        decoder_input, rotary, *_ = self._preprocess(
-            input_ids=packed.tokens, position_ids=packed.position_ids, packed_seq_params=packed.params
-        )
+        decoder_input, rotary = self._inputs(packed)
         hidden = self.decoder(
             hidden_states=decoder_input,
             attention_mask=None,
@@ -91,6 +95,20 @@ class TokenModel(GPTModel):
         if self.value_head:
             return TokenOutputs(values=self.output_layer(hidden)[packed.rows])
         return self._policy_outputs(hidden, packed, entropy)
+
+    def _inputs(self, packed: PackedBatch) -> tuple[Tensor | None, Tensor | None]:
+        """Embeddings on the first stage, and the rotary embedding that Megatron's layers apply; our own
+        attention rotates by itself, all sequences at once."""
+        if self.use_te:
+            both = self._preprocess(
+                input_ids=packed.tokens, position_ids=packed.position_ids, packed_seq_params=packed.params
+            )
+            return both[0], both[1]
+        angles = packed.position_ids[0, :, None, None].float() * self.rotary_pos_emb.inv_freq
+        packed.params.rotary = (angles.cos(), angles.sin())
+        if not self.pre_process:
+            return None, None
+        return self.embedding(input_ids=packed.tokens, position_ids=packed.position_ids), None
 
     def _policy_outputs(self, hidden: Tensor, packed: PackedBatch, entropy: bool) -> TokenOutputs:
         group = self.pg_collection.tp
@@ -197,7 +215,8 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even in dense models
         overlap_p2p_comm=topology.vpp is not None,
         batch_p2p_comm=topology.vpp is None,
-        bias_activation_fusion=cuda,
+        bias_activation_fusion=cuda and _use_te(options),
+        use_te_activation_func=not _use_te(options),  # not its, but that of the layer spec: ours
         bias_dropout_fusion=cuda,
         masked_softmax_fusion=False,
         apply_rope_fusion=cuda and _use_te(options),
@@ -226,6 +245,7 @@ def _layer_spec(
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
+    layer.mlp.submodules.activation_func = SwiGLU
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)

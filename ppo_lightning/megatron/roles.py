@@ -102,6 +102,12 @@ class Role:
         self.finite = math.isfinite(metrics["loss"])
         return metrics
 
+    def complete(self, batches: Sequence[Microbatch], parts: Sequence[Tensor]) -> list[Tensor]:
+        """What a loss function saw of `batches`, one after another, on each rank of the last stage: one
+        complete [n] a micro-batch, the same on every rank of the replica."""
+        packed = [pack(batch, self.topology) for batch in self._padded(batches)]
+        return self._gathered(packed, parts)[: len(batches)]
+
     def step(self) -> StepReport:
         """Clip and apply the gradients; leave everything as it is where a loss or gradient is NaN or inf."""
         if self.optimizer is None or self.options is None:

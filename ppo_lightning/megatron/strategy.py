@@ -150,8 +150,7 @@ class MegatronStrategy(MegatronProcesses):
         self._unread[role] = path
 
     def weights(self, role: str) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor), one after another, on every rank. Collective: every rank must
-        read all of it."""
+        """(Hugging Face name, full tensor) on every rank. Collective: every rank must read all of it."""
         held = self.roles[role]
         with self.resident(role):
             yield from stream(held.models, held.hf_config, self.topology)
@@ -193,10 +192,13 @@ class MegatronStrategy(MegatronProcesses):
         zero.
 
         `loss_fn(outputs, fields) -> (loss, metrics)` gives sums over the tokens it is handed. Returns "loss"
-        and the metrics, summed likewise, the same on every rank.
-        """
+        and the metrics, summed likewise, the same on every rank."""
         self.activate(role)
         return self.roles[role].forward_backward(batches, loss_fn, entropy)
+
+    def complete(self, role: str, batches: Sequence[Microbatch], parts: Sequence[Tensor]) -> list[Tensor]:
+        """From the tensors [m] that `loss_fn` saw of `batches` (none on earlier stages): as by `forward`."""
+        return self.roles[role].complete(batches, parts)
 
     def step(self, role: str) -> StepReport:
         """One optimizer step from the gradients at hand, then the next position of the schedule; nothing at

@@ -273,8 +273,8 @@ def test_recomputing_activations_changes_nothing(tied: Case, options: dict[str, 
 def test_bf16_stays_close_and_keeps_the_head_in_fp32(tied: Case, critic: Case, values: bool) -> None:
     case = critic if values else tied
     worst = run_ranks(deviations, 1, case, {}, {"bf16": True})[0]
-    assert 1e-5 < worst["outputs"] < 0.3, worst  # hidden states are bf16, what is computed from them is not
-    assert worst["grads"] < 0.1, worst
+    assert 1e-5 < worst["outputs"] < 0.1, worst  # hidden states are bf16, what is computed from them is not
+    assert worst["grads"] < 0.2, worst  # rounding: 0.04 to 0.14 over the seeds of the random model
 
 
 def test_layout_that_does_not_divide_the_model_says_so(tied: Case) -> None:

@@ -1,0 +1,141 @@
+"""The layers' arithmetic beside the matrix products, with gradients in few passes over memory.
+
+    t  tokens      h  width of a row      a  heads      d  head dimension
+Autograd's own formulas of these walk over a layer's activations about twice as often, and a processor's time
+between two products is that walk. Results are those of the plain formulas up to rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. Own gradient in fp32 and fp64 on the
+    CPU."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = scale.square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return torch.mul(x, scale).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        # y = x s w: dy = s (g w) - x s^3 mean(g w x), and what the weight wants is the sum of g x s
+        product = torch.mul(grad, x)
+        rows = product.view(-1, x.size(-1))
+        grad_weight = scale.view(-1) @ rows
+        along = (rows @ weight).view_as(scale).mul_(scale**3).div_(-x.size(-1))
+        grad_x = torch.mul(grad, weight, out=product).mul_(scale).addcmul_(x, along)
+        return grad_x, grad_weight, None
+
+
+class SwiGLU(torch.nn.Module):
+    """[..., 2 f] of gate and up -> silu(gate) * up [..., f]; what Megatron's MLP takes as its activation."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+
+    def forward(self, both: Tensor) -> Tensor:
+        return _SwiGLU.apply(both)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Megatron's MLP asks each of its parts for what a checkpoint holds of it: here, nothing."""
+        return {}
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        gate, up = both.chunk(2, -1)
+        grad_both = torch.empty_like(both)
+        grad_gate, grad_up = grad_both.chunk(2, -1)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        torch.ops.aten.silu.out(gate, out=grad_up).mul_(grad)
+        return grad_both
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [t, a, d]: halves of a head are the two coordinates. cos and sin: [t, 1, d/2]."""
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, sin, -1), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """In the type of cos and sin, rounded once at the end."""
+    out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
+    (first, second), (to_first, to_second) = x.to(cos.dtype).chunk(2, -1), out.chunk(2, -1)
+    torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=to_second).addcmul_(first, sin, value=direction)
+    return out.to(x.dtype)
+
+
+def to_grid(x: Tensor, cell: Tensor, token: Tensor) -> Tensor:
+    """Packed [t, ...] -> rows of one length, flat: [b l, ...]. cell: [t], where each token stands; token: [b
+    l], which token a cell shows (any one where it is padding: padding must not reach a result)."""
+    return _ToGrid.apply(x, cell, token)
+
+
+class _ToGrid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cell: Tensor, token: Tensor) -> Tensor:
+        ctx.save_for_backward(cell)
+        return x.index_select(0, token)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def from_grid(x: Tensor, cell: Tensor) -> Tensor:
+    """The inverse of `to_grid`: [b l, ...] -> [t, ...]."""
+    return _FromGrid.apply(x, cell)
+
+
+class _FromGrid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cell: Tensor) -> Tensor:
+        ctx.save_for_backward(cell)
+        ctx.cells = x.size(0)
+        return x.index_select(0, cell)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        spread = grad.new_zeros(ctx.cells, *grad.shape[1:])
+        return spread.index_copy_(0, ctx.saved_tensors[0], grad), None
