@@ -216,12 +216,15 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+# Where rounding is coarse it decides on which side of a clip boundary a token is, and so whether it has a
+# gradient at all: without boundaries all that is left is rounding.
+UNCLIPPED = {"value_clip": 100.0, "eps_clip": 0.99, "eps_clip_high": 100.0, "eps_clip_c": 1000.0}
 # outside the table: what the reference does not speak of, or not in fp32
 OTHERS: dict[str, Variant] = {
-    "bf16": Variant("qwen3 tied", {"bf16": True}),
+    "bf16": Variant("qwen3 tied", {"bf16": True, **UNCLIPPED}),
     "bf16 sharded": Variant(
         "llama untied",
-        {"bf16": True, **DYNAMIC, "max_tokens_per_gpu": 40} | {"use_distributed_optimizer": True},
+        {"bf16": True, **UNCLIPPED, **DYNAMIC, "max_tokens_per_gpu": 40, "use_distributed_optimizer": True},
     ),
     # terms that need whole sequences, whose tokens lie on several context ranks
     "sequence": Variant(
