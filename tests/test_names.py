@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,3 +143,33 @@ def test_what_is_not_supported_is_named(config: Any, message: str) -> None:
 def test_unknown_parameter_is_named() -> None:
     with pytest.raises(names.WeightError, match=r"decoder\.layers\.0\.mlp\.router\.weight"):
         names.hf_names("decoder.layers.0.mlp.router.weight", names.architecture(MODELS["llama"][1]))
+
+
+FUSED = {  # mbridge names the norms as Transformer Engine does, inside the linear layer that they feed
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3-tied"])
+def test_mbridge_agrees(kind: str) -> None:
+    """Names and merged tensors, against another project's mapping: `pip install --no-deps mbridge`."""
+    mbridge = pytest.importorskip("mbridge")
+    model_class, config = MODELS[kind]
+    arch, state = names.architecture(config), model_class(config).state_dict()
+    alone = SimpleNamespace(vpp_size=None, tp_rank=0, pp_rank=0, ep_rank=0, sp=False)
+    for size in ("pp_size", "tp_size", "ep_size", "etp_size", "cp_size"):
+        setattr(alone, size, 1)
+    bridge = mbridge.AutoBridge.from_config(config, dtype=torch.float32, parallel_states=alone)
+    compared = 0
+    for name in names.megatron_names(arch):
+        ours = names.hf_names(name, arch)
+        fused = next((name.replace(a, b) for a, b in FUSED.items() if name.endswith(a)), name)
+        if name != "output_layer.weight":  # its mapping there depends on what was bridged before
+            theirs = bridge._weight_name_mapping_mcore_to_hf(fused)
+            assert ours == ([theirs] if isinstance(theirs, str) else theirs)
+        tensors = [state[source] for source in ours]
+        merged = bridge._weight_to_mcore_format(fused, tensors)
+        assert torch.equal(merged, names.hf_to_megatron(name, tensors, arch)), name
+        compared += 1
+    assert compared >= 10
