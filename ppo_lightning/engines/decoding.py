@@ -221,8 +221,8 @@ class _Dense:
     """The next step without the modules; room for every token is there from the start."""
 
     decoder: DenseDecoder
-    keys: Tensor  # [layers, b, g, room, d]
-    values: Tensor
+    keys: list[Tensor]  # [b, g, room, d] of each layer
+    values: list[Tensor]
     length: int  # tokens in the cache
     logits: Tensor
     positions: Tensor | None  # [b] of the last token, where prompts are padded; else it is length - 1
@@ -237,7 +237,7 @@ class _Dense:
         places = []
         for kind in ("keys", "values"):
             _, groups, _, width = getattr(layers[0], kind).shape
-            room = read.logits.new_empty(len(layers), len(place), groups, length + steps, width)
+            room = [read.logits.new_empty(len(place), groups, length + steps, width) for _ in layers]
             for mine, layer in zip(room, layers):
                 mine[:, :, :length] = getattr(layer, kind)[place]
             places.append(room)
@@ -245,18 +245,19 @@ class _Dense:
         if read.filled is not None:
             positions = read.positions[place, 0]
             filled = F.pad(read.filled[place], (0, steps), value=True)
+        decoder.refresh()
         angles = decoder.angles(length + steps)
         return cls(decoder, *places, length, read.logits[place], positions, filled, angles)
 
     def keep(self, rows: Tensor) -> None:
-        self.keys, self.values = (self._kept(x, rows) for x in (self.keys, self.values))
+        for caches in (self.keys, self.values):
+            caches[:] = [self._kept(x, rows) for x in caches]
         if self.positions is not None and self.filled is not None:
             self.positions, self.filled = self.positions[rows], self.filled[rows]
 
     def _kept(self, cache: Tensor, rows: Tensor) -> Tensor:
-        layers, _, *shape = cache.shape
-        kept = cache.new_empty(layers, len(rows), *shape)
-        kept[:, :, :, : self.length] = cache[:, rows, :, : self.length]
+        kept = cache.new_empty(len(rows), *cache.shape[1:])
+        kept[:, :, : self.length] = cache[rows, :, : self.length]
         return kept
 
     def advance(self, token: Tensor) -> None:

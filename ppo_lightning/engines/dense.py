@@ -10,7 +10,7 @@ longest response from the start.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,21 +21,22 @@ from transformers import PreTrainedModel
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
 ROPE_TYPES = ("default", "linear", "llama3")  # whose frequencies do not depend on the length
-HEAD_ELEMENTS = 2**17  # of the output head in one product: what stays in a core's cache beside a few rows
+HEAD_ELEMENTS = 2**18  # of the output head in one product: what stays in a core's cache beside a few rows
 
 
 @dataclass(slots=True)
 class _Layer:
-    """Weights of one layer."""
+    """Weights of one layer; `joint_norm` [n + g, d] is that of queries and keys, head by head."""
 
     norm: Any
     qkv: tuple[Tensor, Tensor | None]
     q_norm: Any
     k_norm: Any
-    output: Any
+    output: tuple[Tensor, Tensor | None]
     mlp_norm: Any
     gate_up: tuple[Tensor, Tensor | None]
-    down: Any
+    down: tuple[Tensor, Tensor | None]
+    joint_norm: Tensor | None = None
 
 
 class DenseDecoder:
@@ -65,10 +66,10 @@ class DenseDecoder:
             _joined(attention.q_proj, attention.k_proj, attention.v_proj),
             getattr(attention, "q_norm", None),
             getattr(attention, "k_norm", None),
-            attention.o_proj,
+            _joined(attention.o_proj),
             layer.post_attention_layernorm.weight,
             _joined(mlp.gate_proj, mlp.up_proj),
-            mlp.down_proj,
+            _joined(mlp.down_proj),
         )
 
     def angles(self, length: int) -> tuple[Tensor, Tensor]:
@@ -84,35 +85,41 @@ class DenseDecoder:
         token: Tensor,
         cos: Tensor,
         sin: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
         t: int,
         mask: Tensor | None,
     ) -> Tensor:
-        """Logits [b, V] after `token` [b], the t-th of the cache. keys, values: [layers, b, g, room, d]; cos,
-        sin: [b, 1, d] of its position; mask: [b, 1, 1, t + 1] of what is seen, None: all."""
+        """Logits [b, V] after `token` [b], the t-th of the cache. keys, values: [b, g, room, d] of each
+        layer; cos, sin: [b, 1, d] of its position; mask: [b, 1, 1, t + 1] of what is seen, None: all."""
         x = F.embedding(token, self.model.model.embed_tokens.weight)
         rows, hidden, n, g, d = x.size(0), x.shape[1:], self.heads, self.groups, self.width
-        for number, layer in enumerate(self.layers):
+        for layer, key, value in zip(self.layers, keys, values):
             y = F.linear(F.rms_norm(x, hidden, layer.norm, self.eps), *layer.qkv).view(rows, n + 2 * g, d)
-            both = y[:, : n + g]
-            if layer.q_norm is not None:
-                both = F.rms_norm(both, (d,), None, self.eps)
-                both[:, :n].mul_(layer.q_norm.weight)
-                both[:, n:].mul_(layer.k_norm.weight)
-            both = (both * cos).addcmul_(both.roll(d // 2, -1), sin)
-            keys[number, :, :, t] = both[:, n:]
-            values[number, :, :, t] = y[:, n + g :]
+            both, new = y.split((n + g, g), 1)
+            if layer.joint_norm is not None:
+                both = F.rms_norm(both, (d,), None, self.eps).mul_(layer.joint_norm)
+            query, turned = (both * cos).addcmul_(both.roll(d // 2, -1), sin).split((n, g), 1)
+            key.select(2, t).copy_(turned)
+            value.select(2, t).copy_(new)
             attended = F.scaled_dot_product_attention(
-                both[:, :n].view(rows, g, n // g, d),  # a key head's queries stand as its rows
-                keys[number, :, :, : t + 1],
-                values[number, :, :, : t + 1],
+                query.view(rows, g, n // g, d),  # a key head's queries stand as its rows
+                key.narrow(2, 0, t + 1),
+                value.narrow(2, 0, t + 1),
                 attn_mask=mask,
             )
-            x = F.linear(attended.reshape(rows, n * d), layer.output.weight, layer.output.bias).add_(x)
+            x = F.linear(attended.reshape(rows, n * d), *layer.output).add_(x)
             gate, up = F.linear(F.rms_norm(x, hidden, layer.mlp_norm, self.eps), *layer.gate_up).chunk(2, -1)
-            x = F.linear(F.silu(gate).mul_(up), layer.down.weight, layer.down.bias).add_(x)
+            x = F.linear(F.silu(gate).mul_(up), *layer.down).add_(x)
         return self._logits(F.rms_norm(x, hidden, self.model.model.norm.weight, self.eps))
+
+    def refresh(self) -> None:
+        """To be called before a generation: what is made of weights that an update writes."""
+        for layer in self.layers:
+            if layer.q_norm is not None:
+                counts = (self.heads, self.groups)
+                norms = [p.weight.expand(c, -1) for p, c in zip((layer.q_norm, layer.k_norm), counts)]
+                layer.joint_norm = torch.cat(norms)
 
     def _logits(self, x: Tensor) -> Tensor:
         """The head in pieces: a product of few rows with so many columns is slow as a whole."""
@@ -125,15 +132,15 @@ class DenseDecoder:
 
 
 def _joined(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of layers of the same input, in one piece."""
-    weight = _in_one([layer.weight for layer in linears])
+    """Weights and biases of layers of the same input, in one piece. The weight is stored input by input, so
+    that a product of few rows reads it from one end to the other."""
+    weight = _in_one([layer.weight for layer in linears], lambda whole: whole.t().contiguous().t())
     biases = [layer.bias for layer in linears]
-    return weight, None if biases[0] is None else _in_one(biases)
+    return weight, None if biases[0] is None else _in_one(biases, lambda whole: whole)
 
 
-def _in_one(parameters: Iterable[nn.Parameter]) -> Tensor:
-    parts = list(parameters)
-    whole = torch.cat([p.data for p in parts])
+def _in_one(parts: Sequence[nn.Parameter], stored: Callable[[Tensor], Tensor]) -> Tensor:
+    whole = stored(torch.cat([p.data for p in parts]))
     for parameter, view in zip(parts, whole.split([p.size(0) for p in parts])):
         parameter.data = view
     return whole

@@ -40,7 +40,7 @@ def draw(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tenso
         return tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
     scaled = logits if params.temperature == 1 else logits / params.temperature
     top = scaled.amax(-1, keepdim=True)
-    weights = torch.exp(scaled - top)
+    weights = (scaled - top).exp_()
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     if params.top_p < 1 or 0 < params.top_k < logits.shape[-1]:
