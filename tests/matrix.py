@@ -239,12 +239,10 @@ class Layout:
     world: int
     sizes: dict[str, Any]
     variants: tuple[str, ...]
-    quick: bool = False
 
 
 def _layout(
     variants: str, *, tp: int = 1, pp: int = 1, cp: int = 1, dp: int = 1, vpp: int = 1, sp: bool = False,
-    quick: bool = False,
 ) -> Layout:  # fmt: skip
     sizes: dict[str, Any] = {
         "tensor_model_parallel_size": tp,
@@ -254,19 +252,19 @@ def _layout(
     }
     if vpp > 1:
         sizes["virtual_pipeline_model_parallel_size"] = vpp
-    return Layout(tp * pp * cp * dp, sizes, tuple(variants.split()), quick)
+    return Layout(tp * pp * cp * dp, sizes, tuple(variants.split()))
 
 
 LAYOUTS: dict[str, Layout] = {
-    "one": _layout("static tokens sharded epochs scarce", quick=True),
+    "one": _layout("static tokens sharded epochs scarce"),
     "tp2": _layout("static tokens epochs", tp=2),
-    "tp2 sp": _layout("static tokens sharded", tp=2, sp=True, quick=True),
-    "pp2": _layout("static tokens epochs", pp=2, quick=True),
+    "tp2 sp": _layout("static tokens sharded", tp=2, sp=True),
+    "pp2": _layout("static tokens epochs", pp=2),
     "pp4": _layout("static epochs", pp=4),
     "pp2 vpp2": _layout("static tokens sharded", pp=2, vpp=2),
-    "cp2": _layout("static tokens sharded", cp=2, quick=True),
+    "cp2": _layout("static tokens sharded", cp=2),
     "cp4": _layout("tokens epochs", cp=4),
-    "dp2": _layout("static tokens sharded scarce", dp=2, quick=True),
+    "dp2": _layout("static tokens sharded scarce", dp=2),
     "dp4": _layout("tokens epochs scarce", dp=4),
     "tp2 pp2": _layout("static tokens scarce", tp=2, pp=2),
     "tp2 cp2 sp": _layout("static sharded", tp=2, cp=2, sp=True),

@@ -18,9 +18,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("matrix"))
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(n, marks=[] if x.quick else [pytest.mark.slow]) for n, x in LAYOUTS.items()]
-)
+@pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_layout_gives_the_plain_runs_numbers(workshop: Workshop, layout: str) -> None:
     runs = workshop.run(LAYOUTS[layout], LAYOUTS[layout].variants)
     for variant, ranks in runs.items():
