@@ -6,6 +6,7 @@ No torch here: a configuration is parsed, checked and printed before anything he
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -120,8 +121,12 @@ class PPOConfig:
 
     @property
     def ppo(self) -> bool:
-        """Whether a critic is built and GAE used."""
-        return self.algorithm.advantage_estimator == "ppo"
+        """Whether a critic is built: for `ppo`, and for an estimator of your own that was registered with
+        `needs_critic=True` before."""
+        name = self.algorithm.advantage_estimator
+        loaded = sys.modules.get("ppo_lightning.advantages")  # torch stays out where it is not in yet
+        own = loaded.REGISTRY.get(name) if loaded else None
+        return name == "ppo" or (own is not None and own.needs_critic)
 
     @property
     def kl(self) -> bool:

@@ -141,7 +141,8 @@ def default_callbacks(config: PPOConfig) -> list[pl.Callback]:
                 OverlongCallback(longest, reward.overlong_buffer_len, reward.overlong_penalty_factor)
             )
         callbacks += RewardCallback.from_config(config)
-    callbacks.append(CriticWarmupCallback(config.critic.num_critic_only_steps))
+    if config.ppo:  # without a critic the actor would wait for nothing
+        callbacks.append(CriticWarmupCallback(config.critic.num_critic_only_steps))
     callbacks += [
         SamplesCallback(config.logging.output_dir),
         ProgressCallback(),
