@@ -88,7 +88,8 @@ def test_remote_tries_again(service):
     [
         ((500, "on fire"), 3, r"score failed 3 times, last with HTTP 500: 'on fire'"),
         ((404, "where?"), 1, r"answered HTTP 404: 'where\?'; check --rm-url"),
-        ((200, "<html>"), 1, r"answered no JSON: '<html>'"),
+        ((200, "<html>"), 1, r"answered no JSON that can be read: '<html>'"),
+        ((200, "[" * 100_000), 1, r"answered no JSON that can be read: '\[\["),
         ((200, '"good"'), 1, r"returned 'good'; a reward is a number"),
         ((200, "NaN"), 1, r"returned nan; a reward must be finite"),
     ],
@@ -108,6 +109,8 @@ def test_remote_silence_and_absence(service):
     release.set()
     with pytest.raises(RewardError, match="is the service up"):
         scored(RewardCallback(RemoteReward("http://127.0.0.1:9/", pause=0.001, attempts=2)), samples("a"))
+    with pytest.raises(RewardError, match=r"http://\[::1/score is no address of a service .*check --rm-url"):
+        scored(RewardCallback(RemoteReward("http://[::1/score")), samples("a"))
     with pytest.raises(ValueError, match="no address of a service"):
         RemoteReward("localhost:80")
 

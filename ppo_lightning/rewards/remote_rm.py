@@ -72,6 +72,10 @@ class RemoteReward:
         async with slots:
             try:
                 return await retry(self._request, client, body)
+            except httpx.InvalidURL as error:
+                raise RewardError(
+                    f"remote_rm: {self.url} is no address of a service ({error}); check --rm-url"
+                ) from error
             except (httpx.TransportError, TimeoutError, _Busy) as error:
                 cause = str(error) or f"no reply within {self.seconds:g} s"
                 kind = "" if isinstance(error, _Busy) else f"{type(error).__name__}: "
@@ -93,8 +97,8 @@ class RemoteReward:
             )
         try:
             return reply.json()
-        except ValueError as error:
-            raise RewardError(f"remote_rm: {self.url} answered no JSON: {head!r}") from error
+        except (ValueError, RecursionError) as error:  # JSON may be nested deeper than Python can follow
+            raise RewardError(f"remote_rm: {self.url} answered no JSON that can be read: {head!r}") from error
 
 
 class _Busy(RuntimeError):
