@@ -158,7 +158,8 @@ class RewardCallback(PPOCallback):
             self.reward.load()  # a missing model must not surface after the first rollout
 
     def on_rollout_start(self, trainer: pl.Trainer, module: PPOModule, prompts: list[Prompt]) -> None:
-        self.timeouts = 0
+        if module.rollout.draw == 0:  # the later draws of the same rollout add theirs
+            self.timeouts = 0
 
     def on_reward(self, trainer: pl.Trainer, module: PPOModule, samples: list[Sample]) -> None:
         self._check_labels(module, samples)

@@ -56,7 +56,7 @@ class RolloutCallback(PPOCallback):
         path = config.rollout.custom_generate_function_path
         if self.generate is None and path is not None:
             self.generate = custom.load(path, flag="--custom-generate-function-path")
-        module.engine = self.engine
+        module.engine, module.write = self.engine, self.write
 
     def on_rollout_start(self, trainer: pl.Trainer, module: PPOModule, prompts: list[Prompt]) -> None:
         rollout = require(module.rollout, "module.rollout", "PPOModule")

@@ -118,6 +118,12 @@ class PromptDataModule(pl.LightningDataModule):
         self._tokenize(taken)
         return taken
 
+    def resized(self, fetched: list[Prompt], count: int) -> list[Prompt]:
+        """`count` prompts instead of the `fetched` last ones: the next ones join them, or the surplus goes
+        back and comes next again."""
+        self._cursor -= max(0, len(fetched) - count)
+        return fetched[:count] + self.take(max(0, count - len(fetched)))
+
     def commit(self, count: int | None = None) -> None:
         """A training step is done and has used `count` prompts (not given: a batch)."""
         self.position += self._batch_size if count is None else count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ class Rollout:
     index: int  # rollouts done before this one
     prompts: list[Prompt]
     samples: list[Sample] | None = None  # this rank's share until the rewards are in, then the whole rollout
-    draw: int = 0  # how often dynamic sampling has drawn further prompts
+    draw: int = 0  # draws of this rollout before the present one
     train_actor: bool = True  # the critic warm-up sets it to False
     times: dict[str, float] = field(default_factory=dict)  # seconds by stage
 
@@ -60,13 +61,14 @@ class RolloutDone(torch.optim.Optimizer):
 
 def rewards_differ(group: list[Sample]) -> bool:
     """Keep a group whose rewards are not all equal: others teach a group-normalised estimator nothing (DAPO,
-    2025). `--dynamic-sampling-filter-path ppo_lightning.loop:rewards_differ`."""
-    return len({s.reward for s in group}) > 1
+    2025). Failed samples have no say. `--dynamic-sampling-filter-path ppo_lightning.loop:rewards_differ`."""
+    return len({s.reward for s in group if not s.failed}) > 1
 
 
 class DynamicSampling:
     """Draws prompts until `rollout_batch_size` groups pass the filter. Groups accepted beyond that are
-    carried to the next rollout, and through a checkpoint: none is lost."""
+    carried to the next rollouts, oldest first, and through a checkpoint: none is lost. Every draw takes what
+    is missing to `over_sampling_batch_size` groups; where the carried ones are a batch, nothing is drawn."""
 
     def __init__(self, config: PPOConfig) -> None:
         path = config.rollout.dynamic_sampling_filter_path
@@ -76,42 +78,54 @@ class DynamicSampling:
         self.most = config.rollout.max_num_gen_batches
         self.carried: Groups = []
         self.waiting: Groups = []  # only partial rollouts leave groups unfinished
-        self.drawn = self.kept = 0  # groups of the last rollout, for the log
+        self.drawn = self.kept = self.reused = 0  # groups of the last rollout, for the log
 
     @classmethod
     def from_config(cls, config: PPOConfig) -> DynamicSampling | None:
-        """None where each rollout trains on just what it draws."""
+        """None where each rollout trains on just what it draws; saved rollouts went through it before."""
+        if config.debug.load_debug_rollout_data is not None:
+            return None
         if config.rollout.partial_rollout:
             return PartialRollouts(config)
         return cls(config) if config.rollout.dynamic_sampling_filter_path else None
 
-    def more(self, groups: int) -> int:
-        """Prompts to draw at first beyond the `groups` that the data loader gave."""
-        return 0
+    def first(self) -> int:
+        """Prompts that a rollout begins with."""
+        return 0 if len(self.carried) >= self.size else self.missing(self.carried)
+
+    def missing(self, accepted: Groups) -> int:
+        """Prompts for which there is room beside the `accepted` groups and those that wait."""
+        return max(0, self.count - len(accepted) - len(self.waiting))
 
     def whole(self, samples: list[Sample]) -> list[Sample]:
         """Those of finished groups, which can be scored."""
         return samples
 
     def metrics(self) -> dict[str, float]:
-        return {"rollout/groups_kept": self.kept / max(self.drawn, 1)}
+        carried = {"rollout/groups_carried": float(self.reused)}
+        return carried | ({"rollout/groups_kept": self.kept / self.drawn} if self.drawn else {})
 
     def fill(self, first: list[Sample], draw: Callable[[int], list[Sample]]) -> list[Sample]:
         """Samples of exactly one batch of groups, renumbered. `draw(count)` gives the scored samples of
-        further prompts; called alike on every rank. Raises DynamicSamplingError after
-        `--max-num-gen-batches` draws."""
-        accepted, groups, draws = self.carried, _grouped(first), 1
-        self.drawn = self.kept = 0
+        `count` further prompts and of the groups that wait; called alike on every rank. Raises
+        DynamicSamplingError where `--max-num-gen-batches` times `over_sampling_batch_size` groups did not
+        make a batch."""
+        accepted, samples, draws = self.carried, first, 1
+        self.drawn, self.kept, self.reused = 0, 0, min(len(accepted), self.size)
         while True:
-            passed = [g for g in groups if self.keep(g)]
-            self.drawn, self.kept = self.drawn + len(groups), self.kept + len(passed)
+            groups = _grouped(samples)
+            self.waiting = [g for g in groups if not _finished(g)]
+            passed = [g for g in groups if _finished(g) and self.keep(g)]
+            self.drawn += len(groups) - len(self.waiting)
+            self.kept += len(passed)
             accepted = accepted + passed
             if len(accepted) >= self.size:
                 break
-            if draws == self.most:
+            under_way = len(accepted) + len(self.waiting) >= self.size
+            if not under_way and self.drawn >= self.most * self.count:
                 self.carried = accepted
                 raise self.too_few(draws)
-            groups, draws = _grouped(draw(self.count)), draws + 1
+            samples, draws = draw(0 if under_way else self.missing(accepted)), draws + 1
         self.carried = accepted[self.size :]
         return _renumbered(accepted[: self.size])
 
@@ -135,37 +149,11 @@ class PartialRollouts(DynamicSampling):
     piece; when a batch of groups is whole, the others wait for the next rollout with what they have, also
     through a checkpoint."""
 
-    def more(self, groups: int) -> int:
-        return max(0, self.count - groups - len(self.waiting) - len(self.carried))
-
     def whole(self, samples: list[Sample]) -> list[Sample]:
         return [s for group in _grouped(samples) if _finished(group) for s in group]
 
     def metrics(self) -> dict[str, float]:
         return super().metrics() | {"rollout/groups_waiting": float(len(self.waiting))}
-
-    def fill(self, first: list[Sample], draw: Callable[[int], list[Sample]]) -> list[Sample]:
-        """See DynamicSampling.fill; `draw(0)` goes on with the waiting groups alone. A draw of new prompts
-        counts towards `--max-num-gen-batches`, a further piece does not."""
-        samples, fresh = first, 1
-        accepted = self.carried
-        self.drawn = self.kept = 0
-        while True:
-            groups = _grouped(samples)
-            self.waiting = [g for g in groups if not _finished(g)]
-            passed = [g for g in groups if _finished(g) and self.keep(g)]
-            self.drawn += len(groups) - len(self.waiting)
-            self.kept += len(passed)
-            accepted = accepted + passed
-            if len(accepted) >= self.size:
-                break
-            enough = len(accepted) + len(self.waiting) >= self.size
-            if not enough and fresh == self.most:
-                self.carried = accepted
-                raise self.too_few(fresh)
-            samples, fresh = draw(0 if enough else self.count - len(self.waiting)), fresh + (not enough)
-        self.carried = accepted[self.size :]
-        return _renumbered(accepted[: self.size])
 
 
 def sample_from(row: dict[str, Any]) -> Sample:
@@ -217,7 +205,8 @@ def share_of(
     """A data rank's part of a whole rollout."""
     estimator = advantages.estimator(config.algorithm.advantage_estimator)
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float32)
-    groups = torch.tensor([s.group_index for s in samples])
+    # a failed sample is no part of its group: its 0 would move the others' baseline
+    groups = torch.tensor([-1 - i if s.failed else s.group_index for i, s in enumerate(samples)])
     shaped = advantages.shape_rewards(estimator.name, rewards, groups)
     trainable = torch.tensor([sum(s.trainable) for s in samples])
     longest = config.rollout.rollout_max_response_len
@@ -235,6 +224,11 @@ def share_of(
         weights[mine],
         with_rollout_logprobs=any(s.rollout_log_probs is not None for s in samples),
     )
+
+
+def engine_has_policy(config: PPOConfig) -> bool:
+    """Whether the engine's own weights, those of --hf-checkpoint, are the policy's first ones."""
+    return Path(initial_weights(config, "actor")) == Path(str(config.model.hf_checkpoint))
 
 
 def initial_weights(config: PPOConfig, role: str) -> str:

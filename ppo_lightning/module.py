@@ -19,13 +19,13 @@ from ppo_lightning.masked import masked_sum
 from ppo_lightning.megatron.optimizer import OptimizerOptions
 from ppo_lightning.metrics import experience_metrics, mean_of, rollout_metrics
 from ppo_lightning.samples import Experience, Prompt, Sample, require
-from ppo_lightning.savings import Savings, Seen
+from ppo_lightning.savings import WATCHERS, Savings, Seen
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ppo_lightning.config import PPOConfig
-    from ppo_lightning.engines.base import Engine
+    from ppo_lightning.engines.base import Engine, Write
     from ppo_lightning.megatron.strategy import MegatronStrategy
 
 
@@ -40,6 +40,7 @@ class PPOModule(pl.LightningModule):
         self.automatic_optimization = False
         self.config = config
         self.engine: Engine | None = None
+        self.write: Write | None = None  # how responses are written: by the engine, or by an own function
         self.rollout: loop.Rollout | None = None
         self.weight_version = 0
         self.skipped_in_a_row = {"actor": 0, "critic": 0}
@@ -89,8 +90,8 @@ class PPOModule(pl.LightningModule):
         if self.sampling is None:
             samples = self.draw(prompts)
         else:
-            prompts = prompts + self.take(self.sampling.more(len(prompts)))
-            samples = self.sampling.fill(self.draw(prompts), self.draw_more)
+            self.rollout.prompts = self.trainer.datamodule.resized(prompts, self.sampling.first())
+            samples = self.sampling.fill(self.draw(self.rollout.prompts), self.draw_more)
         if self.config.algorithm.mask_truncated_samples:
             for sample in samples:
                 sample.mask_if_truncated()
@@ -123,9 +124,10 @@ class PPOModule(pl.LightningModule):
         return prompts
 
     def score(self, samples: list[Sample]) -> None:
-        """Let the reward callbacks score `samples`; a failed sample counts 0 and is not trained on."""
-        usable = [s for s in samples if not s.failed]
-        self.emit("on_reward", usable)
+        """Let the reward callbacks score `samples`, unless they were loaded with their rewards; a failed
+        sample counts 0 and is not trained on."""
+        if self.config.debug.load_debug_rollout_data is None:
+            self.emit("on_reward", [s for s in samples if not s.failed])
         for sample in samples:
             if sample.failed:
                 sample.reward = 0.0
@@ -140,8 +142,7 @@ class PPOModule(pl.LightningModule):
         return loop.share_of(samples, plan, self.config, self.strategy.topology.dp_rank)
 
     def savings(self) -> Savings:
-        watched = listens(self.trainer, "on_experience_end", "on_advantages_end")
-        return Savings.of(self.config, watched=watched)
+        return Savings.of(self.config, watched=listens(self.trainer, *WATCHERS))
 
     def old_logprobs(self, share: Experience, plan: packing.RolloutPlan, saved: Savings) -> Tensor | None:
         if self.config.algorithm.use_rollout_logprobs:
@@ -216,10 +217,10 @@ class PPOModule(pl.LightningModule):
     def configure_model(self) -> None:
         """Build the roles this run needs; weights come from the checkpoint that is resumed, else from their
         sources."""
-        if "actor" in self.strategy.roles or self.config.debug.debug_rollout_only:
-            return
         c = self.config
-        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        if "actor" in self.strategy.roles or (c.debug.debug_rollout_only and loop.engine_has_policy(c)):
+            return
+        fitting = self.trainer.state.fn == TrainerFn.FITTING and not c.debug.debug_rollout_only
         roles = {"actor": OptimizerOptions.from_config(c, "actor") if fitting else None}
         if self.has_critic and fitting:
             roles["critic"] = OptimizerOptions.from_config(c, "critic")
@@ -229,8 +230,7 @@ class PPOModule(pl.LightningModule):
             self.strategy.setup_model(
                 role, c.model.hf_checkpoint, optimizer=optimizer, temperature=c.rollout.rollout_temperature
             )
-            # dropped when a checkpoint is loaded
-            self.strategy.load_weights(role, loop.initial_weights(c, role))
+            self.strategy.load_weights(role, loop.initial_weights(c, role))  # dropped for a checkpoint's
             self.strategy.deactivate(role)
 
     def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
@@ -243,14 +243,15 @@ class PPOModule(pl.LightningModule):
         checkpoint["ppo"] = {
             "weight_version": self.weight_version,
             "skipped_in_a_row": dict(self.skipped_in_a_row),
-            "kl_coef": self.kl.coef,
+            "kl_coef": None if self.kl.target is None else self.kl.coef,
             "groups": self.sampling.state_dict() if self.sampling else None,
         }
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         state = checkpoint["ppo"]
         self.weight_version = state["weight_version"]
-        self.kl = replace(self.kl, coef=state["kl_coef"])
+        if self.kl.target is not None and state["kl_coef"]:  # else --kl-coef says it
+            self.kl = replace(self.kl, coef=state["kl_coef"])
         self.skipped_in_a_row = dict(state["skipped_in_a_row"])
         if self.sampling is not None and state["groups"] is not None:
             self.sampling.load_state_dict(state["groups"])

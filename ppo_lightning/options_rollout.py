@@ -70,14 +70,16 @@ class RolloutOptions:
     )
     over_sampling_batch_size: int | None = option(
         None,
-        "prompts drawn at a time with dynamic sampling, or under way with partial rollouts; not given:"
-        " --rollout-batch-size",
+        "groups that dynamic sampling draws for a rollout, or that partial rollouts keep under way; not"
+        " given: --rollout-batch-size",
         at_least=1,
     )
     dynamic_sampling_filter_path: str | None = option(
         None, "which groups to keep (DAPO), drawing on until the batch is full", metavar="PKG.MODULE:FUNCTION"
     )
-    max_num_gen_batches: int = option(10, "draws after which dynamic sampling gives up", at_least=1)
+    max_num_gen_batches: int = option(
+        10, "times --over-sampling-batch-size: prompts after which dynamic sampling gives up", at_least=1
+    )
     partial_rollout: bool = switch(
         "begin --over-sampling-batch-size prompts, train when a batch of them is whole, keep the others for"
         " the next rollout"
@@ -160,6 +162,7 @@ class EvaluationOptions:
     eval_max_response_len: Filled[int] = option(
         None, "longest response in tokens", derived="--rollout-max-response-len", at_least=1
     )
+    eval_solved_at: float = option(1.0, "least reward of a response that counts as right in pass@k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +181,10 @@ class DebugOptions:
         10, "optimizer steps skipped in a row (NaN or inf) that end the run", at_least=1
     )
     save_debug_rollout_data: str | None = option(
-        None, "write each rollout's samples there; {rollout_id} in the name", metavar="PATH"
+        None, "write each rollout's samples there; {rollout_id} in the name is its number", metavar="PATH"
     )
     load_debug_rollout_data: str | None = option(
         None, "train from such files without an engine (sets --debug-train-only)", metavar="PATH"
     )
-    debug_rollout_only: bool = switch("generate and score, no training")
+    debug_rollout_only: bool = switch("generate and score, with the weights of --load; no training")
     debug_train_only: bool = switch("train from --load-debug-rollout-data, no engine")

@@ -30,6 +30,8 @@ from ppo_lightning.checks import check_files
 from ppo_lightning.config import ConfigError, PPOConfig
 from ppo_lightning.data import PromptDataModule
 from ppo_lightning.loggers import MetricsCSV, log_to_file, quiet
+from ppo_lightning.loop import engine_has_policy
+from ppo_lightning.megatron.checkpoint_files import iteration_of
 from ppo_lightning.megatron.checkpoint_sources import resume_path, run_checkpoint
 from ppo_lightning.megatron.strategy import MegatronStrategy
 from ppo_lightning.module import PPOModule
@@ -47,11 +49,13 @@ def build(
     data = PromptDataModule(config)
     if config.rollout.num_rollout is None:
         config = config.replace(num_rollout=data.num_rollout_from_epochs(config.rollout.num_epoch))
+        if problems := spoilt(config):
+            raise ConfigError(problems)
     trainer = pl.Trainer(
         **trainer_options(config),
         max_epochs=-1,
         max_steps=config.rollout.num_rollout,
-        callbacks=merge_callbacks(default_callbacks(config), callbacks),
+        callbacks=merge_callbacks(default_callbacks(config), at_work(callbacks, config)),
         logger=loggers(config),
         log_every_n_steps=1,
         enable_checkpointing=not config.debug.debug_rollout_only,
@@ -64,11 +68,32 @@ def fit(config: PPOConfig, callbacks: Sequence[pl.Callback] = ()) -> pl.Trainer:
     made."""
     trainer, module, data = build(config, callbacks)
     config = module.config
-    checkpoint = run_checkpoint(config)
+    # rollouts alone begin with a checkpoint's weights, and are all done
+    checkpoint = None if config.debug.debug_rollout_only else run_checkpoint(config)
     trainer.fit(module, data, ckpt_path=str(checkpoint) if checkpoint else None)
     if trainer.is_global_zero:
         announce(config, trainer)
     return trainer
+
+
+def spoilt(config: PPOConfig) -> list[str]:
+    """Why a run taken apart would do nothing, or write over another's metrics. Reads names only."""
+    debug, directory, total = config.debug, config.logging.output_dir, config.rollout.num_rollout
+    if debug.debug_rollout_only and (Path(directory) / "metrics.csv").exists():
+        if resume_path(config.model.save) is not None:
+            return [
+                f"--debug-rollout-only: {directory} holds a training run, whose metrics and samples it would"
+                f" overwrite; give another --output-dir, and --load {config.model.save} for its weights"
+            ]
+    elif debug.debug_train_only and total is not None:
+        checkpoint = run_checkpoint(config)
+        done = iteration_of(checkpoint) if checkpoint is not None else None
+        if done is not None and done >= total:
+            return [
+                f"--debug-train-only: {checkpoint} has done all {total} rollouts, nothing is left to train;"
+                " give another --output-dir, or a higher --num-rollout"
+            ]
+    return []
 
 
 def evaluate(config: PPOConfig, callbacks: Sequence[pl.Callback] = ()) -> dict[str, float]:
@@ -113,7 +138,7 @@ def prepared(config: PPOConfig, command: str = "fit") -> PPOConfig:
     config, notes = config.resolve(
         cuda=cuda, device_count=torch.cuda.device_count() if cuda else 0, command=command
     )
-    problems = check_files(config, command)
+    problems = check_files(config, command) + (spoilt(config) if command == "fit" else [])
     if problems:
         raise ConfigError(problems)
     directory = Path(config.logging.output_dir)
@@ -147,15 +172,26 @@ def default_callbacks(config: PPOConfig) -> list[pl.Callback]:
         SamplesCallback(config.logging.output_dir),
         ProgressCallback(),
     ]  # a line, then its evaluation
-    if not (debug.debug_rollout_only or debug.load_debug_rollout_data):
-        callbacks.append(WeightSyncCallback())
-        if config.evaluation.eval_prompt_data:
+    trains = not debug.debug_rollout_only
+    if not debug.load_debug_rollout_data:
+        if trains or not engine_has_policy(config):
+            callbacks.append(WeightSyncCallback())
+        if trains and config.evaluation.eval_prompt_data:
             callbacks.append(EvalCallback.from_config(config))
     if debug.save_debug_rollout_data:
         callbacks.append(SaveRollouts(debug.save_debug_rollout_data))
-    if not debug.debug_rollout_only:
+    if trains:
         callbacks.append(MegatronCheckpoint.from_config(config))
     return callbacks
+
+
+def at_work(given: Sequence[pl.Callback], config: PPOConfig) -> list[pl.Callback]:
+    """The given callbacks without those that have nothing to do: saved rollouts bring their rewards, and
+    need no engine."""
+    if config.debug.load_debug_rollout_data is None:
+        return list(given)
+    idle = (OffloadCallback, RolloutCallback, OverlongCallback, RewardCallback, WeightSyncCallback)
+    return [c for c in given if not isinstance(c, (*idle, EvalCallback))]
 
 
 def merge_callbacks(defaults: Sequence[pl.Callback], given: Sequence[pl.Callback]) -> list[pl.Callback]:
@@ -204,7 +240,8 @@ def announce(config: PPOConfig, trainer: pl.Trainer) -> None:
 
     directory = Path(config.logging.output_dir)
     lines = [f"{trainer.global_step} of {trainer.max_steps} rollouts done"]
-    lines.append(f"  checkpoint   {resume_path(config.model.save)}")
+    if not config.debug.debug_rollout_only:
+        lines.append(f"  checkpoint   {resume_path(config.model.save)}")
     lines.append(f"  metrics      {directory / 'metrics.csv'}")
     if config.logging.use_tensorboard:
         lines.append(f"  tensorboard  {directory / 'tensorboard'}")

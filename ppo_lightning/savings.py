@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ppo_lightning.samples import TokenFields, TokenOutputs
 
 
+WATCHERS = ("on_experience_end", "on_advantages_end")  # hooks that see the experience before the updates
+
+
 @dataclass(frozen=True, slots=True)
 class Savings:
     """What a rollout leaves out."""

@@ -80,8 +80,7 @@ def fit_rank(
     base = load_recipe(recipe).config() if recipe else PPOConfig()
     config = base.replace(**{"actor_num_gpus_per_node": world, **options})
     record = Record()
-    scored = config.debug.load_debug_rollout_data is not None
-    trainer, module, data = build(config, [*([] if scored else [DigitShare()]), record, *callbacks])
+    trainer, module, data = build(config, [DigitShare(), record, *callbacks])
     checkpoint = run_checkpoint(module.config) if resume else None
     trainer.fit(module, data, ckpt_path=str(checkpoint) if checkpoint else None)
     return {

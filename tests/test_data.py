@@ -249,6 +249,13 @@ def test_fetching_commits_nothing(tokenizer_dir: Path, jsonl: Path) -> None:
     assert [[p.index for p in resumed.take(4)] for _ in range(3)] == batches[3:]
 
 
+def test_prompts_that_were_not_wanted_come_next(tokenizer_dir: Path, jsonl: Path) -> None:
+    """No prompt is lost, and none comes twice, whatever a rollout takes instead of the loader's batch."""
+    data = make_data(tokenizer_dir, jsonl)
+    used = [[p.index for p in data.resized(data.take(4), count)] for count in (4, 1, 0, 6, 4)]
+    assert used == [[0, 1, 2, 3], [4], [], [5, 6, 7, 8, 9, 0], [1, 2, 3, 4]]
+
+
 def test_a_loader_begins_after_the_last_committed_prompt(tokenizer_dir: Path, jsonl: Path) -> None:
     data = make_data(tokenizer_dir, jsonl, num_rollout=5)
     loader = data.train_dataloader()

@@ -66,10 +66,11 @@ def test_a_piece_leaves_what_goes_on_pending(engine: HFEngine) -> None:
 
 
 def test_tokens_of_older_weights_are_masked_if_asked(engine: HFEngine) -> None:
-    for mask_older, expected in ((True, [0] * 5 + [1] * 5), (False, None)):
+    for mask_older, expected in ((True, [0] * 5 + [1] * 10), (False, None)):
         samples = make_samples(["Compute 3+5-2"])
         write(engine, samples, 5, mask_older)
         engine.version = 1
+        write(engine, samples, 5, mask_older)
         write(engine, samples, 5, mask_older)
         engine.version = 0
         assert samples[0].weight_versions == [0, 1]
@@ -106,12 +107,12 @@ def never(count: int) -> list[Sample]:
 
 def test_the_batch_is_trained_on_and_the_others_wait() -> None:
     groups = pool()
-    assert groups.more(2) == 2
+    assert groups.first() == 4
     drawn = group("a", True) + group("b", False) + group("c", True) + group("d", True)
     assert names(groups.whole(drawn)) == "acd"
     assert names(groups.fill(drawn, never)) == "ac"
     assert [names(g) for g in groups.waiting] == ["b"]
-    assert groups.more(2) == 0  # two new, one waiting, one carried
+    assert groups.first() == 2  # beside one that waits and one carried
 
 
 def test_waiting_groups_go_on_without_new_prompts_until_the_batch_is_whole() -> None:
@@ -138,15 +139,22 @@ def test_the_filter_drops_whole_groups_and_new_prompts_take_their_place() -> Non
 
     first = group("a", True, 1.0) + group("b", True) + group("c", True)
     assert names(groups.fill(first, draw)) == "ad"
-    assert asked == [4]
+    assert asked == [3]
     assert names([s for g in groups.carried for s in g]) == "e"
-    assert groups.metrics() == {"rollout/groups_kept": 3 / 5, "rollout/groups_waiting": 1.0}
+    assert groups.metrics() == {
+        "rollout/groups_kept": 3 / 5,
+        "rollout/groups_waiting": 1.0,
+        "rollout/groups_carried": 0.0,
+    }
 
 
 def test_a_filter_that_passes_nothing_ends_the_run() -> None:
     groups = pool(dynamic_sampling_filter_path="ppo_lightning.loop:rewards_differ", max_num_gen_batches=2)
-    with pytest.raises(DynamicSamplingError, match=r"0 of 4 groups .* in 2 draws"):
-        groups.fill(group("a", True) + group("b", True), lambda count: group("c", True) + group("d", True))
+    with pytest.raises(DynamicSamplingError, match=r"0 of 8 groups .* in 2 draws"):
+        groups.fill(
+            [s for name in "abcd" for s in group(name, True)],
+            lambda count: [s for name in "efgh"[:count] for s in group(name, True)],
+        )
 
 
 def test_what_waits_survives_a_checkpoint() -> None:

@@ -295,5 +295,6 @@ def test_timeouts_are_counted_over_rewards_and_ranks():
     callback.timeouts = 3
     after_rollouts(callback, constant("a"), rank_counts=(2, 0))
     assert callback.metrics == {"rollout/reward_timeouts": 5.0}
-    callback.on_rollout_start(None, NO_ROLLOUT, [])
-    assert callback.timeouts == 0
+    for draw, left in ((1, 3), (0, 0)):  # what a later draw of the same rollout finds counts on
+        callback.on_rollout_start(None, SimpleNamespace(rollout=SimpleNamespace(draw=draw)), [])
+        assert callback.timeouts == left

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ppo_lightning.samples import Sample
+
+
+# writes responses in place, as `Engine.generate` does
+Write: TypeAlias = "Callable[[list[Sample], SamplingParams, Sequence[int]], None]"
 
 
 class EngineError(RuntimeError):

@@ -53,7 +53,7 @@ def _join(
     if part.failed:
         sample.status = Status.FAILED
         return
-    if before and mask_older and sample.weight_versions != part.weight_versions:
+    if before and mask_older and sample.weight_versions[-1:] != part.weight_versions[:1]:
         sample.loss_mask = [0] * before
     if sample.loss_mask is not None:
         sample.loss_mask = sample.loss_mask + [1] * part.response_length
