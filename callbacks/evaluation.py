@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
-from ppo_lightning.engines import Engine, SamplingParams, sample_seed
+from ppo_lightning.engines import SamplingParams, Write, sample_seed
 from ppo_lightning.hooks import PPOCallback, emit
 from ppo_lightning.samples import Prompt, Sample, Status, require
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ppo_lightning.config import PPOConfig
     from ppo_lightning.data import PromptDataModule
     from ppo_lightning.module import PPOModule
-
-SOLVED_AT = 1.0  # least reward of a response that counts as right in pass@k
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +62,19 @@ class PassAtK(Metric):
 
 def evaluate(
     sets: dict[str, list[Prompt]],
-    engine: Engine,
+    write: Write,
     score: Callable[[list[Sample]], None],
     params: SamplingParams,
     n_samples: int = 1,
     seed: int = 0,
     ranks: Ranks | None = None,
+    solved_at: float = 1.0,
 ) -> dict[str, float]:
-    """`eval/NAME/...` of every set, the same on every rank: `mean` reward, `pass@k` for k = 1, 2, 4, ... up
-    to `n_samples`, `response_length` and the share `truncated`. Each rank writes and scores whole prompts.
-    The draws depend on `seed`, the set's name, the prompt's place and the sample's number only; the random
-    states of torch, numpy and Python are left as they were."""
+    """`eval/NAME/...` of every set, the same on every rank: `mean` reward, `pass@k` for k = 1, 2, 4, ... and
+    `n_samples`, `response_length` and the share `truncated`. `write(samples, params, seeds)` fills samples
+    as `Engine.generate` does. Each rank writes and scores whole prompts. The draws depend on `seed`, the
+    set's name, the prompt's place and the sample's number only; the random states of torch, numpy and
+    Python are left as they were."""
     ranks = ranks or Ranks()
     results: dict[str, float] = {}
     with isolate_rng():
@@ -93,10 +93,11 @@ def evaluate(
                 for i in range(n_samples)
             ]
             own = sample_seed(seed, zlib.crc32(name.encode()), 0, 0)
-            engine.generate(samples, params, [sample_seed(own, 0, s.group_index, s.index) for s in samples])
+            write(samples, params, [sample_seed(own, 0, s.group_index, s.index) for s in samples])
             score(samples)
             everyone = [row for part in ranks.gather([_row(s) for s in samples]) for row in part]
-            results |= {f"eval/{name}/{key}": value for key, value in summary(everyone, n_samples).items()}
+            told = summary(everyone, n_samples, solved_at)
+            results |= {f"eval/{name}/{key}": value for key, value in told.items()}
     return results
 
 
@@ -115,18 +116,19 @@ def _row(sample: Sample) -> Row:
     return Row(sample.group_index, reward, sample.response_length, sample.status is Status.TRUNCATED)
 
 
-def summary(rows: Sequence[Row], n_samples: int) -> dict[str, float]:
-    """Means and pass@k; `rows` holds all samples of every prompt, in any order."""
+def summary(rows: Sequence[Row], n_samples: int, solved_at: float = 1.0) -> dict[str, float]:
+    """Means and pass@k; `rows` holds all samples of every prompt, in any order. A response with a reward of
+    at least `solved_at` is right."""
     groups: dict[int, list[bool]] = {}
     mean, length, truncated = (MeanMetric(sync_on_compute=False) for _ in range(3))
     for row in sorted(rows, key=lambda r: r.group):
-        groups.setdefault(row.group, []).append(row.reward >= SOLVED_AT)
+        groups.setdefault(row.group, []).append(row.reward >= solved_at)
         mean.update(row.reward)
         length.update(row.length)
         truncated.update(float(row.truncated))
     results = {"mean": mean, "response_length": length, "truncated": truncated}
     values = {name: metric.compute().item() for name, metric in results.items()}
-    for k in (2**i for i in range(n_samples.bit_length())):
+    for k in sorted({n_samples, *(2**i for i in range(n_samples.bit_length()))}):
         metric = PassAtK(k, sync_on_compute=False)
         for solved in groups.values():
             metric.update(solved)
@@ -136,8 +138,9 @@ def summary(rows: Sequence[Row], n_samples: int) -> dict[str, float]:
 
 class EvalCallback(PPOCallback):
     """Evaluates the datamodule's sets before the first rollout, every `interval` rollouts and after the last,
-    logs `eval/NAME/...` at the number of rollouts done and calls `on_eval_end`. Rewards come from the
-    Trainer's reward callbacks. Training is the same bit for bit with and without it."""
+    logs `eval/NAME/...` at the number of rollouts done and calls `on_eval_end`. The Trainer's rollout
+    callback writes the responses, its reward callbacks score them. Training is the same bit for bit with and
+    without it."""
 
     def __init__(
         self,
@@ -146,12 +149,14 @@ class EvalCallback(PPOCallback):
         n_samples: int = 1,
         before_training: bool = True,
         seed: int = 0,
+        solved_at: float = 1.0,
     ) -> None:
         self.params = params
         self.interval = interval
         self.n_samples = n_samples
         self.before_training = before_training
         self.seed = seed
+        self.solved_at = solved_at
         self.evaluated_at: int | None = None
         self.results: dict[str, float] = {}  # of the last evaluation
         self._trained = False
@@ -166,6 +171,7 @@ class EvalCallback(PPOCallback):
             n_samples=e.n_samples_per_eval_prompt,
             before_training=not e.skip_eval_before_train,
             seed=config.data.rollout_seed,
+            solved_at=e.eval_solved_at,
         )
 
     def on_train_batch_start(
@@ -200,12 +206,13 @@ class EvalCallback(PPOCallback):
         data: PromptDataModule = trainer.datamodule  # type: ignore[attr-defined] # set by Lightning's `fit`
         self.results = results = evaluate(
             data.eval_prompts(),
-            require(module.engine, "module.engine", "RolloutCallback"),
+            require(module.write, "module.write", "RolloutCallback"),
             module.score,
             self.params,
             self.n_samples,
             self.seed,
             Ranks(trainer.global_rank, trainer.world_size, module.strategy.gather_objects),
+            self.solved_at,
         )
         for logger in trainer.loggers:
             logger.log_metrics(results, step=trainer.global_step)

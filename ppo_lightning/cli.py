@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ppo_lightning import __version__
 from ppo_lightning.checks import check_files, visible_gpus
@@ -22,6 +23,9 @@ from ppo_lightning.derive import output_dir
 from ppo_lightning.failures import Guard
 from ppo_lightning.flags import Arguments, Parser, parse
 from ppo_lightning.option import unknown
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
 
 RECIPES = "ppo_lightning.recipes"
 USAGE = """usage: ppo-lightning COMMAND [flags]
@@ -138,6 +142,11 @@ def _checked(arguments: Arguments, command: str) -> None:
         raise ConfigError(problems)
 
 
+def _recipe_callbacks(config: PPOConfig) -> list[Callback]:
+    recipe = load_recipe(config.recipe) if config.recipe else None
+    return recipe.callbacks() if recipe and hasattr(recipe, "callbacks") else []
+
+
 def _fit(argv: Sequence[str], guard: Guard) -> None:
     arguments = _parse(
         "fit", argv, guard, "Train with PPO. The same command again goes on from the last checkpoint."
@@ -146,8 +155,7 @@ def _fit(argv: Sequence[str], guard: Guard) -> None:
         return
     _checked(arguments, "fit")
     config = arguments.config
-    recipe = load_recipe(config.recipe) if config.recipe else None
-    callbacks = recipe.callbacks() if recipe and hasattr(recipe, "callbacks") else []
+    callbacks = _recipe_callbacks(config)
     scored = (
         config.reward.rm_type or config.reward.custom_rm_path or config.rollout.custom_generate_function_path
     )
@@ -167,7 +175,7 @@ def _evaluate(argv: Sequence[str], guard: Guard) -> None:
     _checked(arguments, "evaluate")
     from ppo_lightning.run import evaluate
 
-    evaluate(arguments.config)
+    evaluate(arguments.config, _recipe_callbacks(arguments.config))
 
 
 def _prepare(argv: Sequence[str], guard: Guard) -> None:

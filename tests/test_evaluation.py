@@ -43,7 +43,7 @@ def score(samples: list[Sample]) -> None:
 
 def test_the_same_numbers_on_any_number_of_ranks(checkpoint: Path) -> None:
     """More ranks than prompts too: their share is empty, and they take part all the same."""
-    alone = evaluate(SETS, HFEngine(str(checkpoint)), score, PARAMS, n_samples=4, seed=1)
+    alone = evaluate(SETS, HFEngine(str(checkpoint)).generate, score, PARAMS, n_samples=4, seed=1)
     assert set(alone) == {
         f"eval/{name}/{key}"
         for name in SETS
@@ -74,7 +74,7 @@ def evaluate_on(world: int, checkpoint: Path) -> list[dict[str, float]]:
 
     def work(rank: int) -> dict[str, float]:
         ranks = Ranks(rank, world, gather_as(rank))
-        return evaluate(SETS, engines[rank], score, PARAMS, n_samples=4, seed=1, ranks=ranks)
+        return evaluate(SETS, engines[rank].generate, score, PARAMS, n_samples=4, seed=1, ranks=ranks)
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(work, range(world)))
@@ -84,28 +84,28 @@ def test_evaluation_leaves_the_random_states_alone(checkpoint: Path) -> None:
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     expected = torch.rand(1).item(), random.random(), np.random.rand()
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    evaluate(SETS, HFEngine(str(checkpoint)), score, PARAMS)
+    evaluate(SETS, HFEngine(str(checkpoint)).generate, score, PARAMS)
     assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
 
 
 def test_a_sets_draws_do_not_depend_on_the_other_sets(checkpoint: Path) -> None:
-    engine = HFEngine(str(checkpoint))
-    both = evaluate(SETS, engine, score, PARAMS, n_samples=2)
-    alone = evaluate({"tiny": SETS["tiny"]}, engine, score, PARAMS, n_samples=2)
+    write = HFEngine(str(checkpoint)).generate
+    both = evaluate(SETS, write, score, PARAMS, n_samples=2)
+    alone = evaluate({"tiny": SETS["tiny"]}, write, score, PARAMS, n_samples=2)
     assert alone.items() <= both.items()
-    other = evaluate(SETS, engine, score, PARAMS, n_samples=2, seed=5)
+    other = evaluate(SETS, write, score, PARAMS, n_samples=2, seed=5)
     assert other != both
 
 
 def test_prompts_are_left_as_they_were(checkpoint: Path) -> None:
     before = [list(p.tokens) for p in SETS["short"]]
-    evaluate(SETS, HFEngine(str(checkpoint)), score, PARAMS)
+    evaluate(SETS, HFEngine(str(checkpoint)).generate, score, PARAMS)
     assert [p.tokens for p in SETS["short"]] == before
 
 
 def test_a_reward_that_nobody_gave_is_an_error(checkpoint: Path) -> None:
     with pytest.raises(MissingSlotError, match="reward of evaluation sample 0"):
-        evaluate(SETS, HFEngine(str(checkpoint)), lambda samples: None, PARAMS)
+        evaluate(SETS, HFEngine(str(checkpoint)).generate, lambda samples: None, PARAMS)
 
 
 @pytest.mark.parametrize(("n", "right"), [(1, 0), (1, 1), (5, 0), (5, 2), (5, 5), (6, 1)])
@@ -132,6 +132,14 @@ def test_the_summary_of_rows_in_any_order() -> None:
     expected = {"mean": 0.5, "response_length": 25.0, "truncated": 0.25, "pass@1": 0.5, "pass@2": 1.0}
     assert summary(rows, 2) == pytest.approx(expected)
     assert summary(rows[::-1], 2) == pytest.approx(expected)
+    assert summary(rows, 2, solved_at=0.5) == pytest.approx(expected | {"pass@1": 0.75})
+
+
+@pytest.mark.parametrize(("n", "ks"), [(1, [1]), (4, [1, 2, 4]), (6, [1, 2, 4, 6])])
+def test_pass_at_k_of_all_responses_is_always_there(n: int, ks: list[int]) -> None:
+    values = summary([Row(0, float(i == 0), 10, False) for i in range(n)], n)
+    assert [name for name in values if name.startswith("pass@")] == [f"pass@{k}" for k in ks]
+    assert values[f"pass@{n}"] == 1.0
 
 
 def test_sampling_parameters_come_from_the_flags(checkpoint: Path) -> None:

@@ -11,10 +11,12 @@ import lightning.pytorch as pl
 import pytest
 
 from ppo_lightning.callbacks import PPOCallback, RolloutCallback
+from ppo_lightning.config import PPOConfig
 from ppo_lightning.engines.base import Engine, SamplingParams
+from ppo_lightning.run import evaluate
 from ppo_lightning.samples import Sample
 from tests.distributed.ranks import run_ranks
-from tests.fitting import fit_rank, prepare
+from tests.fitting import DigitShare, fit_rank, prepare
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +99,9 @@ async def two_turns(
 
 
 class CheckTurns(PPOCallback):
+    def on_reward(self, trainer: pl.Trainer, module: Any, samples: list[Sample]) -> None:
+        assert all("prompt" in s.metadata for s in samples)  # in an evaluation too
+
     def on_experience_end(self, trainer: pl.Trainer, module: Any, experience: Any) -> None:
         for sample in module.rollout.samples:
             assert sample.prompt_tokens == sample.metadata["prompt"]
@@ -112,6 +117,7 @@ def test_an_own_generate_function_may_mask_what_a_tool_wrote(
     options: dict[str, Any], tmp_path: Path, given: str
 ) -> None:
     changed = options | {"num_rollout": 2, "output_dir": str(tmp_path / "out")}
+    changed |= {"eval_prompt_data": ("some", options["prompt_data"]), "eval_interval": 1}
     callbacks: list[PPOCallback] = [CheckTurns()]
     if given == "flag":
         changed["custom_generate_function_path"] = f"{__name__}:two_turns"
@@ -120,3 +126,9 @@ def test_an_own_generate_function_may_mask_what_a_tool_wrote(
     (seen,) = fit(1, changed, callbacks)
     assert seen["step"] == 2
     assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-5 for row in seen["rows"])
+    (alone,) = run_ranks(evaluate_rank, 1, changed, callbacks, group=False, timeout=240)
+    assert 5 <= alone["eval/some/response_length"] <= 8  # two turns of at most 3, and 2 of the tool
+
+
+def evaluate_rank(rank: int, world: int, options: dict[str, Any], callbacks: list[Any]) -> dict[str, float]:
+    return evaluate(PPOConfig.of(**options), [DigitShare(), *callbacks])
