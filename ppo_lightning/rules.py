@@ -53,9 +53,9 @@ def _kl(config: PPOConfig) -> Iterator[str]:
     a = config.algorithm
     if a.kl_coef and config.ppo:
         yield (
-            f"--kl-coef {a.kl_coef:g} with --advantage-estimator ppo: the critic trains before the actor"
-            " and never sees the reference log-probs, so its targets would leave the penalty out; use"
-            f" --use-kl-loss --kl-loss-coef {a.kl_coef:g} and --kl-coef 0"
+            f"--kl-coef {a.kl_coef:g} with --advantage-estimator {a.advantage_estimator}: the critic trains"
+            " before the actor and never sees the reference log-probs, so its targets would leave the"
+            f" penalty out; use --use-kl-loss --kl-loss-type k2 --kl-loss-coef {a.kl_coef:g} and --kl-coef 0"
         )
     if a.kl_coef and a.kl_loss_coef:
         yield (
@@ -85,6 +85,12 @@ def _algorithm(config: PPOConfig) -> Iterator[str]:
         yield (
             f"--eps-clip-c {a.eps_clip_c:g}: the dual clip's bound must be above 1 (3 is usual); raise it"
             " or drop it"
+        )
+    constant = a.advantage_estimator == "dr_grpo" and not a.calculate_per_token_loss
+    if constant and config.rollout.rollout_max_response_len is None and config.debug.debug_train_only:
+        yield (  # _required says it of all other runs
+            "--advantage-estimator dr_grpo divides the loss by --rollout-max-response-len, which is not"
+            " given: give that of the run that saved the rollouts"
         )
     if config.rollout.rollout_temperature <= 0:
         yield (
@@ -266,6 +272,12 @@ def _debug(config: PPOConfig) -> Iterator[str]:
         yield "--debug-rollout-only excludes --debug-train-only and --load-debug-rollout-data; keep one side"
     if d.debug_train_only and d.load_debug_rollout_data is None:
         yield "--debug-train-only needs --load-debug-rollout-data: say where the saved rollouts lie"
+    saved = d.save_debug_rollout_data
+    if saved is not None and "{rollout_id}" not in saved:
+        yield (
+            f"--save-debug-rollout-data {saved}: every rollout would overwrite the one before; write"
+            " {rollout_id} into the name where its number belongs"
+        )
 
 
 def known_estimators() -> list[str]:

@@ -135,6 +135,30 @@ def _biased_kl(config: PPOConfig) -> Iterator[str]:
         )
 
 
+def _no_effect(config: PPOConfig) -> Iterator[str]:
+    """Options that another one leaves without their usual meaning."""
+    a, r, reward = config.algorithm, config.rollout, config.reward
+    if a.policy_loss_type == "cispo":
+        if a.advantage_estimator == "gspo":
+            yield (
+                "--policy-loss-type cispo with --advantage-estimator gspo takes the ratio of each token, not"
+                " gspo's of the sequence; drop one of them, or say --advantage-estimator grpo"
+            )
+        if a.eps_clip_c is not None:
+            yield f"--eps-clip-c {a.eps_clip_c:g} is ignored: --policy-loss-type cispo has no dual clip"
+    longest, buffer = r.rollout_max_response_len, reward.overlong_buffer_len
+    if buffer and longest and buffer > longest:
+        yield (
+            f"--overlong-buffer-len {buffer} is above --rollout-max-response-len {longest}: every response is"
+            " punished, the shortest too; lower it"
+        )
+    if r.over_sampling_batch_size and not (r.dynamic_sampling_filter_path or r.partial_rollout):
+        yield (
+            f"--over-sampling-batch-size {r.over_sampling_batch_size} is ignored: it is for"
+            " --dynamic-sampling-filter-path and --partial-rollout"
+        )
+
+
 def _warnings(config: PPOConfig) -> Iterator[str]:
     a, c, r = config.algorithm, config.critic, config.rollout
     if config.ppo and config.cluster.offload_train is False:
@@ -159,6 +183,7 @@ def _warnings(config: PPOConfig) -> Iterator[str]:
         yield (
             f"--num-critic-only-steps {c.num_critic_only_steps} covers the whole run: the actor never trains"
         )
+    yield from _no_effect(config)
     if a.advantage_estimator in GROUPED and r.n_samples_per_prompt == 1:
         yield (
             f"--advantage-estimator {a.advantage_estimator} compares the samples of one prompt, and"

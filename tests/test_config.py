@@ -226,7 +226,7 @@ def test_rule_2_backend() -> None:
 def test_rule_3_kl_in_the_reward_of_ppo() -> None:
     message = problem(kl_coef=0.05)
     assert "the critic trains before the actor and never sees the reference log-probs" in message
-    assert "--use-kl-loss --kl-loss-coef 0.05" in message
+    assert "--use-kl-loss --kl-loss-type k2 --kl-loss-coef 0.05" in message  # k1 would be no penalty at all
     resolved(kl_coef=0.05, advantage_estimator="grpo")
 
 
@@ -380,6 +380,15 @@ def test_a_kl_loss_with_a_biased_gradient_is_named(kind: str, unbiased: bool, sa
         ({"tis_clip_low": 3.0}, "is above --tis-clip 2"),
         ({"debug_train_only": True}, "needs --load-debug-rollout-data"),
         ({"debug_rollout_only": True, "load_debug_rollout_data": "x"}, "keep one side"),
+        ({"save_debug_rollout_data": "all.pt"}, "write {rollout_id} into the name"),
+        (
+            {
+                "advantage_estimator": "dr_grpo",
+                "load_debug_rollout_data": "{rollout_id}.pt",
+                "rollout_max_response_len": None,
+            },
+            "dr_grpo divides the loss by --rollout-max-response-len, which is not given",
+        ),
         ({"hf_checkpoint": None}, "--hf-checkpoint is not given"),
         ({"prompt_data": None}, "--prompt-data is not given"),
         ({"rollout_batch_size": None}, "--rollout-batch-size is not given"),
@@ -409,7 +418,11 @@ def test_ranges(flat: dict[str, Any], message: str) -> None:
 def test_every_number_has_a_bound() -> None:
     numbers = [o for o in options().values() if o.base in (int, float) and not o.many]
     free = [o.name for o in numbers if not {"above", "at_least", "at_most"} & set(o.metadata)]
-    assert free == ["eps_clip_c", "rollout_temperature"]  # rules of their own
+    # two with rules of their own, and one that may be any reward
+    assert free == ["eps_clip_c", "rollout_temperature", "eval_solved_at"]
+    for text in ("nan", "inf"):
+        with pytest.raises(ConfigError, match="a number is wanted"):
+            PPOConfig.of(eval_solved_at=text)
 
 
 def test_all_problems_at_once() -> None:
@@ -426,6 +439,28 @@ def test_warnings_about_what_has_no_effect() -> None:
     assert "every advantage is 0" in warnings(advantage_estimator="grpo", n_samples_per_prompt=1)
     assert "--rollout-num-gpus 3 is overwritten with 1" in warnings(rollout_num_gpus=3)
     assert warnings() == ""
+
+
+@pytest.mark.parametrize(
+    ("flat", "part"),
+    [
+        ({"policy_loss_type": "cispo", "advantage_estimator": "gspo"}, "not gspo's of the sequence"),
+        ({"policy_loss_type": "cispo", "eps_clip_c": 3.0}, "--eps-clip-c 3 is ignored"),
+        ({"overlong_buffer_len": 65}, "above --rollout-max-response-len 64: every response is punished"),
+        ({"over_sampling_batch_size": 16}, "--over-sampling-batch-size 16 is ignored"),
+    ],
+)
+def test_an_option_that_another_one_makes_idle_is_named(flat: dict[str, Any], part: str) -> None:
+    (said,) = PPOConfig.of(**ENOUGH | flat).resolve()[1]
+    assert part in said
+
+
+def test_no_word_where_the_options_fit() -> None:
+    assert warnings(policy_loss_type="cispo", advantage_estimator="grpo") == ""
+    assert warnings(advantage_estimator="gspo", eps_clip_c=3.0) == ""
+    assert warnings(overlong_buffer_len=64) == ""
+    assert warnings(over_sampling_batch_size=16, dynamic_sampling_filter_path="a:b") == ""
+    assert warnings(over_sampling_batch_size=16, partial_rollout=True) == ""
 
 
 def test_evaluation_asks_for_its_own_needs_only() -> None:
