@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ppo_lightning.architecture import ModelShape, layout_problems
+from ppo_lightning.config import options
 
 if TYPE_CHECKING:
     from ppo_lightning.config import PPOConfig
@@ -57,6 +59,22 @@ def file_problems(config: PPOConfig, command: str = "fit") -> Iterator[tuple[str
                 name,
                 f"--{name.replace('_', '-')} {place} cannot be written: {problem}; choose another place",
             )
+
+
+def load_functions(config: PPOConfig) -> list[str]:
+    """Import the functions that options name as PKG.MODULE:FUNCTION; a message for each that is not there. An
+    error that its module raises passes through."""
+    problems = []
+    for name, value in config.flat().items():
+        of_function = options()[name].metadata.get("metavar") == "PKG.MODULE:FUNCTION"
+        if of_function and value is not None and re.fullmatch(r"[\w.]+[:.]\w+", value):
+            from ppo_lightning.rewards import custom
+
+            try:
+                custom.load(value, options()[name].flag)
+            except ValueError as error:
+                problems.append(str(error))
+    return problems
 
 
 def checkpoint_problems(config: PPOConfig) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ppo_lightning import __version__
-from ppo_lightning.checks import check_files, visible_gpus
+from ppo_lightning.checks import check_files, load_functions, visible_gpus
 from ppo_lightning.config import ConfigError, PPOConfig
 from ppo_lightning.derive import output_dir
 from ppo_lightning.failures import Guard
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         print(f"error: {unknown(argv[0], COMMANDS, 'command')}", file=sys.stderr)
         return 2
-    guard = Guard()
+    _importable(os.getcwd())
+    guard = Guard(argv[0])
     return guard.run(lambda: command(argv[1:], guard))
 
 
@@ -74,11 +76,7 @@ def recipe_names() -> list[str]:
 def load_recipe(name: str) -> ModuleType:
     """A recipe's module, by its name or its file. Raises ConfigError that lists the recipes there are."""
     if name.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-        if spec is None or spec.loader is None or not Path(name).is_file():
-            raise ConfigError(f"--recipe {name}: there is no such file")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = _load_file(Path(name))
     else:
         there = recipe_names()
         if name.replace("-", "_") not in there:
@@ -87,6 +85,35 @@ def load_recipe(name: str) -> ModuleType:
     if not hasattr(module, "config"):
         raise ConfigError(f"--recipe {name}: it defines no config() that returns a PPOConfig")
     return module
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The module in a file, run once: what it registers (estimators, rewards) counts once, and a function in
+    it has a name, `STEM:function`. Modules beside it can be imported."""
+    name, place = path.stem, path.absolute()
+    for known in map(sys.modules.get, ("__main__", name, str(place))):
+        if known is not None and Path(getattr(known, "__file__", None) or "").absolute() == place:
+            sys.modules.setdefault(name, known)
+            return known
+    spec = importlib.util.spec_from_file_location(name, place)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigError(f"--recipe {path}: there is no such file")
+    _importable(str(place.parent))
+    module = importlib.util.module_from_spec(spec)
+    key = str(place) if name in sys.modules else name
+    sys.modules[key] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[key]
+        raise
+    return module
+
+
+def _importable(folder: str) -> None:
+    """Let the user's modules in `folder` be imported; the last place, so that they shadow nothing."""
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def _parse(command: str, argv: Sequence[str], guard: Guard, description: str) -> Arguments:
@@ -102,20 +129,23 @@ def _parse(command: str, argv: Sequence[str], guard: Guard, description: str) ->
 
 
 def _resolved(config: PPOConfig, command: str = "fit", files: bool = True) -> tuple[PPOConfig, list[str]]:
+    problems = load_functions(config)  # first: they may register estimators and rewards
     gpus = visible_gpus()
     try:
-        return config.resolve(cuda=gpus > 0, device_count=gpus, command=command, files=files)
+        resolved = config.resolve(cuda=gpus > 0, device_count=gpus, command=command, files=files)
     except ConfigError as error:
+        problems += error.problems
         if config.recipe is None and config.model.hf_checkpoint is None and recipe_names():
-            hint = f"or start from a recipe: --recipe {'|'.join(recipe_names())}"
-            raise ConfigError([*error.problems, hint]) from None
-        raise
+            problems.append(f"or start from a recipe: --recipe {'|'.join(recipe_names())}")
+    if problems:
+        raise ConfigError(problems)
+    return resolved
 
 
 def _shown(arguments: Arguments, command: str) -> bool:
     """Answer --print-config and --dry-run; whether one was asked for."""
     if arguments.print_config:
-        config, warnings = _resolved(arguments.config, command)
+        config, warnings = _resolved(arguments.config, command, files=False)
         _warn(warnings)
         print(config.to_yaml(), end="")
     elif arguments.dry_run:

@@ -17,13 +17,21 @@ from types import FrameType
 from ppo_lightning.config import ConfigError
 
 DONE, FAILED, USAGE = 0, 1, 2
+_INTERRUPTED = {
+    "fit": "the same command goes on from the last checkpoint",
+    "prepare": "what is whole stays, and the same command makes what is missing",
+    "convert": "nothing counts of what was written, and the same command begins anew",
+    "evaluate": "no scores were written, and the same command begins anew",
+    "report": "the same command draws it again",
+}
 
 
 class Guard:
     """Runs a command and gives its exit code. It owns what is known of the command while it runs: where its
     log is, and which signal ended it (Lightning turns Ctrl-C into a plain exit, so it is remembered)."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: str = "fit") -> None:
+        self.command = command
         self.output_dir: Path | None = None
         self.debug_traceback = bool(os.environ.get("PPO_LIGHTNING_TRACEBACK"))
         self.code = DONE
@@ -69,7 +77,7 @@ class Guard:
         number = self._signal or signal.SIGINT
         if _rank() == 0:
             what = "interrupted" if number == signal.SIGINT else "terminated"
-            print(f"{what}; the same command goes on from the last checkpoint", file=sys.stderr)
+            print(f"{what}; {_INTERRUPTED[self.command]}", file=sys.stderr)
         return 128 + number
 
     def _failed(self, error: BaseException) -> int:

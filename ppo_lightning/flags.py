@@ -57,7 +57,10 @@ def parse(
     if problems + wrong:
         raise ConfigError(problems + wrong)
     named = [values["recipe"] for values in (*files, flags) if values.get("recipe")]
-    base = recipe(named[-1]).replace(recipe=named[-1]) if named else PPOConfig()
+    base = PPOConfig()
+    if named:  # tiny-ppo is tiny_ppo: one run, one output directory
+        name = named[-1] if named[-1].endswith(".py") else named[-1].replace("-", "_")
+        base = recipe(name).replace(recipe=name)
     config = base
     for values in (*files, flags):
         config = config.replace(**values)

@@ -116,6 +116,54 @@ def test_printed_configuration_runs_again_to_itself(
     assert "outputs/mine/checkpoints_critic" in first.out
 
 
+@pytest.mark.parametrize("name", cli.recipe_names())
+def test_recipes_print_their_configuration_before_anything_is_prepared(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["fit", "--recipe", name, "--print-config"]) == 0
+    first = capsys.readouterr().out
+    Path("run.yaml").write_text(first, encoding="utf-8")
+    assert cli.main(["fit", "--config", "run.yaml", "--print-config"]) == 0
+    assert capsys.readouterr().out == first
+    assert f"output_dir: outputs/{name}\n" in first
+    # the name with dashes is the same run
+    assert cli.main(["fit", "--recipe", name.replace("_", "-"), "--print-config"]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_a_recipe_file_runs_once_also_as_a_script(tmp_path: Path, recipe: Path) -> None:
+    """What it registers is registered once, and its functions can be named as those of a module."""
+    source = recipe.read_text().replace("rm_type=", "custom_rm_path='mine:reward', rm_type=")
+    recipe.write_text(
+        f"{source}\nprint('executed')\n\ndef reward(sample):\n    return 1.0\n\n"
+        "if __name__ == '__main__':\n"
+        "    from ppo_lightning.cli import run_recipe\n"
+        "    raise SystemExit(run_recipe(__file__))\n"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    for start in (["../mine.py"], ["-m", "ppo_lightning", "fit", "--recipe", "../mine.py"]):
+        done = subprocess.run(
+            [sys.executable, *start, "--dry-run"], cwd=tmp_path / "elsewhere", capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("executed") == 1
+
+
+def test_a_function_that_is_not_there_is_told_with_all_else_before_torch(recipe: Path) -> None:
+    script = (
+        "import sys\n"
+        "from ppo_lightning.cli import main\n"
+        f"code = main(['fit', '--recipe', {str(recipe)!r}, '--custom-rm-path', 'no_such:f', '--lr', '0'])\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "--custom-rm-path 'no_such:f': No module named 'no_such'" in done.stderr
+    assert "--lr 0" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -197,7 +245,7 @@ def test_interrupted(recipe: Path, number: int, code: int) -> None:
     os.kill(process.pid, number)
     _, err = process.communicate(timeout=30)
     assert process.returncode == code
-    assert "the same command goes on from the last checkpoint" in err
+    assert err.endswith("what is whole stays, and the same command makes what is missing\n")
     assert "Traceback" not in err
 
 
@@ -212,6 +260,20 @@ def test_an_exit_after_ctrl_c_still_counts_as_interrupted() -> None:
     before = signal.getsignal(signal.SIGINT)
     assert Guard().run(lightning) == 130
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_every_command_says_what_becomes_of_an_interruption(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(argv: Any, guard: Guard) -> None:
+        raise KeyboardInterrupt
+
+    for name in cli.COMMANDS:
+        monkeypatch.setitem(cli.COMMANDS, name, interrupted)
+        assert cli.main([name]) == 130
+        said = capsys.readouterr().err
+        assert ("the last checkpoint" in said) == (name == "fit")
+        assert "the same command" in said
 
 
 def test_exits_of_a_command() -> None:

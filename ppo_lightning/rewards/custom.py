@@ -27,7 +27,8 @@ def load(path: str, flag: str = "--custom-rm-path") -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{flag} {path!r}: {error}; the module must be installed or stand on PYTHONPATH"
+            f"{flag} {path!r}: {error}; the module must be installed, or stand on"
+            " PYTHONPATH or in the directory in which the command is given"
         ) from error
     for part in name.split("."):
         if not hasattr(found, part):
