@@ -97,6 +97,11 @@ def prepare(config: PPOConfig, warm_start: WarmStart | None = None) -> None:
         say(f"{model}: there already")
     else:
         _write_model(model, training, config.optimizer.seed, warm_start)
+    say(
+        "The model can answer at once, \\boxed{6}, which it mostly does and mostly gets wrong, or in steps,\n"
+        "3+5=8;8-2=6;\\boxed{6}, which it rarely does and mostly gets right. Most of what PPO gains is\n"
+        "that it takes to working in steps."
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

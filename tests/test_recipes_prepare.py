@@ -72,7 +72,9 @@ def test_prepare_again_changes_nothing(tiny: PPOConfig, capsys: pytest.CaptureFi
     capsys.readouterr()
     tiny_ppo.prepare(tiny, short())
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == before
-    assert capsys.readouterr().out.count("there already") == 3
+    said = capsys.readouterr().out
+    assert said.count("there already") == 3
+    assert "takes to working in steps" in " ".join(said.split())
 
 
 def test_the_seed_decides_the_model(tiny: PPOConfig, tmp_path: Path) -> None:
