@@ -276,6 +276,6 @@ def _engine_lines(config: PPOConfig, shape: ModelShape) -> Iterator[str]:
         where = "already running at " + ", ".join(r.rollout_external_urls)
     count = c.rollout_num_gpus // per
     yield (
-        f"Engines: {count} SGLang of {per} GPU{'s' if per > 1 else ''} {where}, {_bytes(size // per)} GiB of"
+        f"Engines: {count} SGLang of {per} GPU{'s' if per > 1 else ''} {where}, {_bytes(size // per)} of"
         " weights a GPU"
     )

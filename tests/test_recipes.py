@@ -198,6 +198,7 @@ print("heavy", sorted({{"torch", "transformers", "lightning", "megatron", "numpy
     assert "exit 0" in done.stdout, done.stdout + done.stderr
     assert "heavy []" in done.stdout
     assert f"Plan of {name}" in done.stdout
+    assert "GiB GiB" not in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
