@@ -89,7 +89,8 @@ class RolloutCallback(PPOCallback):
         """Let the engine go on with each unfinished response by `--partial-rollout-tokens`."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(
-                require(config.model.hf_checkpoint, "--hf-checkpoint", "the configuration")
+                require(config.model.hf_checkpoint, "--hf-checkpoint", "the configuration"),
+                trust_remote_code=config.model.trust_remote_code,
             )
         decode = self._tokenizer.decode
         write_piece(

@@ -202,7 +202,9 @@ class PromptDataModule(pl.LightningDataModule):
         if self._tokenizer is None:
             if self.config.model.hf_checkpoint is None:
                 raise ConfigError("--hf-checkpoint is not given: the prompts need its tokenizer")
-            self._tokenizer = load_tokenizer(self.config.model.hf_checkpoint)
+            self._tokenizer = load_tokenizer(
+                self.config.model.hf_checkpoint, trust_remote_code=self.config.model.trust_remote_code
+            )
         texts = [self._rendered(p) for p in todo]
         # a chat template writes the special tokens itself
         special = not self.config.data.apply_chat_template

@@ -44,12 +44,14 @@ class HFEngine:
         end_ids: Sequence[int] | None = None,
         cache_bytes: int = CACHE_BYTES,
         max_rows: int = MAX_ROWS,
+        trust_remote_code: bool = False,
     ) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = torch.device(device)
         self.cache_bytes = cache_bytes
         self.max_rows = max_rows
+        self.trust_remote_code = trust_remote_code
         self.version: int | None = 0  # of the weights in use; None while there are none
         self._end_ids = None if end_ids is None else tuple(end_ids)
         self._model: PreTrainedModel | None = None
@@ -63,7 +65,12 @@ class HFEngine:
     def from_config(cls, config: PPOConfig, device: torch.device | str = "cpu") -> HFEngine:
         if config.model.hf_checkpoint is None:
             raise EngineError("the hf engine needs --hf-checkpoint: a Hugging Face directory")
-        return cls(config.model.hf_checkpoint, torch.bfloat16 if config.model.bf16 else torch.float32, device)
+        return cls(
+            config.model.hf_checkpoint,
+            torch.bfloat16 if config.model.bf16 else torch.float32,
+            device,
+            trust_remote_code=config.model.trust_remote_code,
+        )
 
     # ---- the contract --------------------------------------------------------------------------------------
 
@@ -101,7 +108,9 @@ class HFEngine:
         """Copy full tensors into place. All are taken from the iterator before an error is raised; after one,
         the weights are a mixture and `generate` refuses to run until a whole set has come."""
         self.wake()
-        model = self._model or empty_model(self.checkpoint, self.dtype, self.device)
+        model = self._model or empty_model(
+            self.checkpoint, self.dtype, self.device, trust_remote_code=self.trust_remote_code
+        )
         targets = dict(model.named_parameters(remove_duplicate=False))
         filled: set[int] = set()
         problems: list[str] = []
@@ -167,20 +176,24 @@ class HFEngine:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.checkpoint)
+            self._tokenizer = load_tokenizer(self.checkpoint, trust_remote_code=self.trust_remote_code)
         return self._tokenizer
 
     @property
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end every response."""
         if self._end_ids is None:
-            self._end_ids = end_of_sequence(self.checkpoint, self.tokenizer)
+            self._end_ids = end_of_sequence(
+                self.checkpoint, self.tokenizer, trust_remote_code=self.trust_remote_code
+            )
         return self._end_ids
 
     def _loaded(self) -> PreTrainedModel:
         """The model, with the directory's weights if none came before."""
         if self._model is None:
-            self._model = read_model(self.checkpoint, self.dtype, self.device)
+            self._model = read_model(
+                self.checkpoint, self.dtype, self.device, trust_remote_code=self.trust_remote_code
+            )
         return self._model
 
     def _room(self, sample: Sample, params: SamplingParams) -> int:

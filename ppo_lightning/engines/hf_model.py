@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def read_model(checkpoint: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def read_model(
+    checkpoint: str, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The model with the weights of its directory. EngineError if they are not there or not complete."""
     from transformers import AutoModelForCausalLM
 
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError) as error:
         raise EngineError(f"no model can be loaded from {checkpoint}: {error}") from error
     model, report = loaded
@@ -30,17 +34,19 @@ def read_model(checkpoint: str, dtype: torch.dtype, device: torch.device) -> Pre
     return _prepared(model.to(device))
 
 
-def empty_model(checkpoint: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def empty_model(
+    checkpoint: str, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """The model of `config.json` with weights of no meaning, made without the time it takes to draw them."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     try:
-        config = AutoConfig.from_pretrained(checkpoint)
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise EngineError(f"no model configuration can be read from {checkpoint}: {error}") from error
     with no_init_weights(), device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     model.tie_weights()
     return _prepared(model)
 
@@ -57,11 +63,12 @@ def _prepared(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def end_of_sequence(checkpoint: str, tokenizer: Any) -> tuple[int, ...]:
+def end_of_sequence(checkpoint: str, tokenizer: Any, *, trust_remote_code: bool = False) -> tuple[int, ...]:
     """The end-of-sequence tokens that the generation config, the model config and the tokenizer name."""
     from transformers import AutoConfig, GenerationConfig
 
-    named = [AutoConfig.from_pretrained(checkpoint).eos_token_id, tokenizer.eos_token_id]
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+    named = [config.eos_token_id, tokenizer.eos_token_id]
     if (Path(checkpoint) / "generation_config.json").is_file():
         named.append(GenerationConfig.from_pretrained(checkpoint).eos_token_id)
     ids = [i for entry in named for i in (entry if isinstance(entry, list) else [entry])]
