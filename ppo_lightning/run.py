@@ -72,6 +72,8 @@ def fit(config: PPOConfig, callbacks: Sequence[pl.Callback] = ()) -> pl.Trainer:
     checkpoint = None if config.debug.debug_rollout_only else run_checkpoint(config)
     trainer.fit(module, data, ckpt_path=str(checkpoint) if checkpoint else None)
     if trainer.is_global_zero:
+        if checkpoint and step_of(checkpoint) >= trainer.max_steps:
+            print(f"--num-rollout {trainer.max_steps} was reached already; raise it to train on")
         announce(config, trainer)
     return trainer
 
@@ -218,13 +220,18 @@ def loggers(config: PPOConfig) -> list[Logger]:
     made: list[Logger] = [MetricsCSV(directory)]
     if config.logging.use_tensorboard:
         checkpoint = run_checkpoint(config)
-        step = int(checkpoint.name.removeprefix("iter_")) if checkpoint else None
+        step = step_of(checkpoint) if checkpoint else None
         made.append(TensorBoardLogger(directory, name="tensorboard", version="", purge_step=step))
     if config.logging.use_wandb:
         from lightning.pytorch.loggers import WandbLogger
 
         made.append(WandbLogger(project=config.logging.wandb_project, save_dir=directory))
     return made
+
+
+def step_of(checkpoint: Path) -> int:
+    """Rollouts done when it was written."""
+    return int(checkpoint.name.removeprefix("iter_"))
 
 
 def current_rank() -> int:

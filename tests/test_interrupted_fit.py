@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from ppo_lightning.megatron.checkpoint_files import latest_iteration
+from tests import forked
 from tests.fitting import prepare
 from tests.test_launcher import environment, gone
 
@@ -39,7 +40,7 @@ def until_rollout(process: subprocess.Popen[str], number: int) -> None:
     ("number", "whole_group", "code"),
     [
         pytest.param(signal.SIGTERM, False, 143, id="kill"),
-        pytest.param(signal.SIGINT, True, 130, id="ctrl-c", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, True, 130, id="ctrl-c"),
     ],
 )
 def test_a_signal_ends_all_ranks_and_keeps_the_checkpoints(
@@ -62,3 +63,15 @@ def test_a_signal_ends_all_ranks_and_keeps_the_checkpoints(
     assert "Traceback" not in errors
     assert gone(ranks)
     assert latest_iteration(tmp_path / "out" / "checkpoints") >= 2
+
+
+def test_a_run_that_has_its_rollouts_says_so_and_ends_well(tmp_path: Path) -> None:
+    argv = [*command(tmp_path)[3:], "--num-rollout", "1", "--actor-num-gpus-per-node", "1"]
+    forked.warm()
+    for number in (0, 1):
+        said = tmp_path / f"said{number}"
+        run = forked.command(argv, said, prepare=lambda rank: None)
+        assert run.wait(120) == 0, said.read_text()
+        assert "1 of 1 rollouts done" in said.read_text()
+        assert ("--num-rollout 1 was reached already; raise it" in said.read_text()) == bool(number)
+    assert (tmp_path / "out" / "metrics.csv").read_text().count("\n") == 2  # the names, and one rollout
