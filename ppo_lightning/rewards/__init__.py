@@ -9,24 +9,16 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import fsum, isfinite, nan  # not `import math`: that name is the module of a reward here
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 F = TypeVar("F", bound=Callable[[str, Any], float])
 
-# Where each built-in name is registered; imported when first asked for.
-_HOMES = {
-    "deepscaler": "ppo_lightning.rewards.deepscaler",
-    "math": "ppo_lightning.rewards.math",
-    "math_verify": "ppo_lightning.rewards.math_verify",
-    "dapo": "ppo_lightning.rewards.dapo",
-    "dapo_strict_box": "ppo_lightning.rewards.dapo",
-    "gsm8k": "ppo_lightning.rewards.gsm8k",
-    "f1": "ppo_lightning.rewards.f1",
-    "random": "ppo_lightning.rewards.random",
-}
 # Names of `--rm-type` that are no function of (response, label): they need a service, a model or a user's
 # function.
 EXTERNAL = ("remote_rm", "model", "custom")
@@ -101,15 +93,26 @@ def register(
     return add
 
 
+@cache
+def _homes() -> dict[str, str]:
+    """The module of this folder that registers each name: read from the files' text, so that none is
+    imported before it is asked for."""
+    return {
+        name: f"{__name__}.{path.stem}"
+        for path in sorted(Path(__file__).parent.glob("[!_]*.py"))
+        for name in re.findall(r'^@register\(\s*["\'](\w+)', path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+
+
 def names() -> list[str]:
     """All names that `get` knows, sorted."""
-    return sorted({*_HOMES, *_REGISTRY})
+    return sorted({*_homes(), *_REGISTRY})
 
 
 def get(name: str) -> Reward:
     """The reward of that name; ValueError names the nearest one when there is none."""
-    if name not in _REGISTRY and name in _HOMES:
-        importlib.import_module(_HOMES[name])
+    if name not in _REGISTRY and name in _homes():
+        importlib.import_module(_homes()[name])
     if name in _REGISTRY:
         return _REGISTRY[name]
     if name in EXTERNAL:
