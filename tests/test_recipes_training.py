@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from pathlib import Path
 from statistics import mean
 
@@ -13,6 +14,7 @@ from ppo_lightning.config import PPOConfig
 from ppo_lightning.recipes import tiny_ppo
 from tests.distributed.ranks import run_ranks
 
+ROOT = Path(__file__).resolve().parent.parent
 ROLLOUTS = 12
 
 
@@ -44,6 +46,15 @@ def train(rank: int, world: int, folder: Path) -> None:
     fit(small())
 
 
+def readme_example(rank: int, world: int, folder: Path) -> None:
+    """The code of README.md as it stands, with the small configuration for the recipe's."""
+    os.chdir(folder)
+    config = small(2)
+    tiny_ppo.config = lambda: config
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(code[1], {})
+
+
 def rewards(output: Path) -> list[float]:
     with (output / "metrics.csv").open(newline="") as file:
         return [float(row["rollout/reward"]) for row in csv.DictReader(file) if row["rollout/reward"]]
@@ -62,3 +73,11 @@ def test_the_recipe_improves_its_reward(trained: Path) -> None:
     seen = rewards(trained / "outputs" / "tiny_ppo")
     assert len(seen) == ROLLOUTS
     assert mean(seen[-3:]) > mean(seen[:3]) + 0.1, seen
+
+
+@pytest.mark.xdist_group("tiny_ppo")
+def test_the_first_example_of_the_readme_trains_after_the_demo(trained: Path) -> None:
+    run_ranks(readme_example, 1, trained, group=False, timeout=120)
+    seen = rewards(trained / "outputs" / "short")
+    assert len(seen) == 2
+    assert all(reward < 0.9 for reward in seen)
