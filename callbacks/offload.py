@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ppo_lightning.hooks import PPOCallback
+from ppo_lightning.samples import require
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from ppo_lightning.module import PPOModule
-    from ppo_lightning.samples import Prompt, Sample
+    from ppo_lightning.samples import Sample
 
 
 class OffloadCallback(PPOCallback):
-    """Puts the engine to sleep while the models train, with `--offload-rollout`. Which of the models is
-    resident (`--offload-train`) is the strategy's part: it moves a role's state when the role's work begins
-    and ends. Results are the same bit for bit with and without."""
+    """Lets the engine sleep, with `--offload-rollout`, while models are built and trained: from its start on,
+    and from the last draw of each rollout on. It wakes when the weight-sync callback sends it weights. Which
+    of the models is resident (`--offload-train`) is the strategy's part: it moves a role's state when the
+    role's work begins and ends. Results are the same bit for bit with and without.
+
+    Stands behind the rollout callback, whose engine it needs."""
 
     def __init__(self, rollout: bool) -> None:
         self.rollout = rollout
 
-    def on_rollout_start(self, trainer: pl.Trainer, module: PPOModule, prompts: list[Prompt]) -> None:
-        if self.rollout:
-            module.engine.wake()
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.sleep(cast("PPOModule", pl_module))
 
-    def on_rollout_end(self, trainer: pl.Trainer, module: PPOModule, samples: list[Sample]) -> None:
-        if self.rollout:
-            module.engine.sleep()
+    def on_samples_end(self, trainer: pl.Trainer, module: PPOModule, samples: list[Sample]) -> None:
+        self.sleep(module)
 
-    def on_weights_updated(self, trainer: pl.Trainer, module: PPOModule, version: int) -> None:
+    def sleep(self, module: PPOModule) -> None:
+        """Collective."""
         if self.rollout:
-            module.engine.wake()
+            require(module.engine, "module.engine", "RolloutCallback").sleep()

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class WeightSyncCallback(PPOCallback):
-    """Sends the actor's weights when training begins, after each update, and after a step without one whose
-    engine was put to sleep (it wakes without weights)."""
+    """Wakes the engine and sends it the actor's weights: when training begins, after each update, and after a
+    step without one before which the engine was put to sleep (it wakes without weights)."""
 
     def __init__(self) -> None:
         self._current = False
@@ -27,7 +27,7 @@ class WeightSyncCallback(PPOCallback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.send(cast("PPOModule", pl_module))
 
-    def on_rollout_end(self, trainer: pl.Trainer, module: PPOModule, samples: list[Sample]) -> None:
+    def on_samples_end(self, trainer: pl.Trainer, module: PPOModule, samples: list[Sample]) -> None:
         self._current = not module.config.cluster.offload_rollout
 
     def on_weights_updated(self, trainer: pl.Trainer, module: PPOModule, version: int) -> None:

@@ -161,7 +161,9 @@ def default_callbacks(config: PPOConfig) -> list[pl.Callback]:
     if debug.load_debug_rollout_data:  # scored already, and no engine to wake, to feed or to ask
         callbacks: list[pl.Callback] = [LoadRollouts(debug.load_debug_rollout_data)]
     else:
-        callbacks = [OffloadCallback(config.cluster.offload_rollout), RolloutCallback()]
+        # rollouts alone: no model wants the room, and nobody would send the weights again
+        sleeps = config.cluster.offload_rollout and not debug.debug_rollout_only
+        callbacks = [RolloutCallback(), OffloadCallback(sleeps)]
         if reward.overlong_buffer_len:
             longest = config.rollout.rollout_max_response_len
             callbacks.append(
@@ -205,13 +207,13 @@ def merge_callbacks(defaults: Sequence[pl.Callback], given: Sequence[pl.Callback
     ]
     kept = [d for d in defaults if d not in replaced]
     # a given rollout callback stands where the default stood: the engine must exist before others ask for it
-    first = [g for g in given if isinstance(g, (OffloadCallback, RolloutCallback))]
-    return [
-        *[d for d in kept if isinstance(d, (OffloadCallback, RolloutCallback))],
-        *first,
-        *[g for g in given if g not in first],
-        *[d for d in kept if not isinstance(d, (OffloadCallback, RolloutCallback))],
+    first = [
+        callback
+        for kind in (RolloutCallback, OffloadCallback)
+        for callback in (*kept, *given)
+        if isinstance(callback, kind)
     ]
+    return [*first, *(c for c in (*given, *kept) if c not in first)]
 
 
 def loggers(config: PPOConfig) -> list[Logger]:

@@ -144,7 +144,7 @@ def test_rollouts_saved_by_one_run_train_another_alike(tmp_path: Path) -> None:
     (again,) = run_ranks(fit_rank, 1, options | loaded, group=False, timeout=240)
     assert again["weights"] == first["weights"]
     assert again["rows"][0]["rollout/reward"] == first["rows"][0]["rollout/reward"]  # a callback scores too
-    only = {"debug_rollout_only": True, "output_dir": str(tmp_path / "c")}
+    only = {"debug_rollout_only": True, "colocate": True, "output_dir": str(tmp_path / "c")}
     (generated,) = run_ranks(fit_rank, 1, options | only, group=False, timeout=240)
     assert generated["step"] == 2
     assert generated["weights"] == {}

@@ -205,6 +205,14 @@ def test_a_run_keeps_and_goes_on_with_responses(tmp_path: Path) -> None:
     assert [r["rollouts"][0] for r in two] == [whole["rollouts"][0]] * 2
 
 
+def test_an_engine_that_sleeps_while_training_is_awake_for_every_draw(tmp_path: Path) -> None:
+    """Waiting responses are gone on with until the batch is whole: several draws, one sleep."""
+    (awake,) = run(tmp_path / "awake", 1, num_rollout=2)
+    (slept,) = run(tmp_path / "slept", 1, num_rollout=2, offload_rollout=True)
+    assert slept["rollouts"] == awake["rollouts"]
+    assert slept["weights"] == awake["weights"]
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"over_sampling_batch_size": 2}, "give --over-sampling-batch-size above --rollout-batch-size 4"),
     ({"rollout_stop": ("x",)}, "may lie across the border of two pieces"),

@@ -13,6 +13,7 @@ import pytest
 from ppo_lightning.callbacks import PPOCallback, RolloutCallback
 from ppo_lightning.config import PPOConfig
 from ppo_lightning.engines.base import Engine, SamplingParams
+from ppo_lightning.engines.hf import HFEngine
 from ppo_lightning.run import evaluate
 from ppo_lightning.samples import Sample
 from tests.distributed.ranks import run_ranks
@@ -70,12 +71,21 @@ def test_evaluation_changes_nothing_and_is_the_same_on_every_rank(
     assert watch.read(0)[0] != watch.read(0)[-1]  # new weights
 
 
+class AsleepAtFirst(PPOCallback):
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Models have been built by now, and the engine has left them the room."""
+        assert not pl_module.engine.health()
+
+
 def test_an_engine_that_slept_has_weights_again(options: dict[str, Any], tmp_path: Path) -> None:
     """Also after a step that trained the critic alone, and for the evaluation that follows it."""
     changed = options | {"num_critic_only_steps": 2, "num_rollout": 4, "global_batch_size": 8}
     (awake,) = fit(1, changed | {"output_dir": str(tmp_path / "awake")})
     asleep = {"offload_rollout": True, "eval_interval": 1, "eval_prompt_data": ("a", options["prompt_data"])}
-    (slept,) = fit(1, changed | asleep | {"output_dir": str(tmp_path / "slept")})
+    engine = HFEngine(options["hf_checkpoint"])
+    engine.generate([Sample("", tokens=[33, 34])], SamplingParams(1), [0])  # its weights are there
+    callbacks = [RolloutCallback(engine=engine), AsleepAtFirst()]
+    (slept,) = fit(1, changed | asleep | {"output_dir": str(tmp_path / "slept")}, callbacks)
     assert slept["rollouts"] == awake["rollouts"]
     assert slept["weights"] == awake["weights"]
 
