@@ -92,10 +92,12 @@ def fit_rank(
 
 
 def digests(trainer: pl.Trainer) -> dict[str, str]:
-    """SHA-256 of every parameter of every role on this rank."""
-    return {
-        f"{name}/{number}/{parameter}": hashlib.sha256(p.detach().float().numpy().tobytes()).hexdigest()
-        for name, role in trainer.strategy.roles.items()
-        for number, model in enumerate(role.models)
-        for parameter, p in model.named_parameters()
-    }
+    """SHA-256 of every parameter of every role on this rank, wherever it lies."""
+    found: dict[str, str] = {}
+    for name, role in trainer.strategy.roles.items():
+        with trainer.strategy.resident(name):
+            for number, model in enumerate(role.models):
+                for parameter, p in model.named_parameters():
+                    bits = p.detach().float().clone().numpy().tobytes()  # `numpy` fixes a storage's size
+                    found[f"{name}/{number}/{parameter}"] = hashlib.sha256(bits).hexdigest()
+    return found

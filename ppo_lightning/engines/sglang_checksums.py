@@ -68,7 +68,8 @@ def _shard(name: str, tensor: torch.Tensor, rank: int, layout: Layout) -> torch.
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    # of a copy: `numpy` fixes the size of a storage, and offload could not empty that of a live weight
+    data = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy()
     return hashlib.sha256(data.data).hexdigest()[:16]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +18,7 @@ from ppo_lightning.megatron.checkpoint import MegatronCheckpointIO, Shards
 from ppo_lightning.megatron.first_weights import load_weights
 from ppo_lightning.megatron.hf_files import save_hf
 from ppo_lightning.megatron.model import ModelOptions
-from ppo_lightning.megatron.offload import Offload
+from ppo_lightning.megatron.offload import PARTS, Offload, Part
 from ppo_lightning.megatron.processes import MegatronProcesses
 from ppo_lightning.megatron.rng import rng_state, set_rng_state
 from ppo_lightning.megatron.roles import LossFn, Output, Role, StepReport, build_role
@@ -152,25 +152,26 @@ class MegatronStrategy(MegatronProcesses):
     def weights(self, role: str) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on every rank. Collective: every rank must read all of it."""
         held = self.roles[role]
-        with self.resident(role):
+        with self.resident(role, ("weights",)):
             yield from stream(held.models, held.hf_config, self.topology)
 
     @contextmanager
-    def resident(self, role: str) -> Iterator[None]:
-        """The role's state is on the device inside, and where it was before afterwards."""
+    def resident(self, role: str, parts: Collection[Part] = PARTS) -> Iterator[None]:
+        """`parts` of the role's state are on the device inside, and where they were before afterwards."""
         away = self._offload.is_away(role)
-        self.activate(role)
+        self.activate(role, parts)
         try:
             yield
         finally:
             if away:
                 self.deactivate(role)
 
-    def activate(self, role: str) -> None:
-        """Bring a role's state onto the device."""
-        self._offload.activate(self.roles[role])
+    def activate(self, role: str, parts: Collection[Part] = ("weights",)) -> None:
+        """Bring a role's weights onto the device, or other `parts`; training brings what else it needs."""
+        self._offload.activate(self.roles[role], parts)
         path = self._unread.pop(role, None)
         if path is not None:
+            self._offload.forget(self.roles[role])
             rank_zero_info(f"{role}: {load_weights(self.roles[role], path)}")
 
     def deactivate(self, role: str) -> None:
@@ -188,12 +189,11 @@ class MegatronStrategy(MegatronProcesses):
     def forward_backward(
         self, role: str, batches: Sequence[Microbatch], loss_fn: LossFn, *, entropy: bool = False
     ) -> dict[str, float]:
-        """Gradients of the sum of `loss_fn` over all micro-batches, data and context ranks, starting from
-        zero.
+        """Gradients, from zero, of the sum of `loss_fn` over all micro-batches, data and context ranks.
 
         `loss_fn(outputs, fields) -> (loss, metrics)` gives sums over the tokens it is handed. Returns "loss"
         and the metrics, summed likewise, the same on every rank."""
-        self.activate(role)
+        self.activate(role, ("weights", "gradients"))
         return self.roles[role].forward_backward(batches, loss_fn, entropy)
 
     def complete(self, role: str, batches: Sequence[Microbatch], parts: Sequence[Tensor]) -> list[Tensor]:
@@ -203,6 +203,7 @@ class MegatronStrategy(MegatronProcesses):
     def step(self, role: str) -> StepReport:
         """One optimizer step from the gradients at hand, then the next position of the schedule; nothing at
         all where a loss or gradient is NaN or inf."""
+        self._offload.changing(self.roles[role])
         return self.roles[role].step()
 
     # ---- communication -----------------------------------------------------------------------------------
@@ -253,10 +254,8 @@ class MegatronStrategy(MegatronProcesses):
         self.io.finish(wait=wait)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Fill every role from the checkpoint directory and the critic's that belongs to it; Lightning's own
-        dict.
-
-        Files are always read safely, whatever `weights_only` says. Collective."""
+        """Fill every role from the directory and the critic's that belongs to it; Lightning's own dict. Files
+        are always read safely, whatever `weights_only` says. Collective."""
         module = self.lightning_module
         fitting = module is None or module.trainer.state.fn == TrainerFn.FITTING
         trained = {name: role for name, role in self.roles.items() if role.optimizer is not None}
@@ -265,6 +264,7 @@ class MegatronStrategy(MegatronProcesses):
             if name in trained:
                 self._unread.pop(name, None)
                 with self.resident(name):
+                    self._offload.forget(trained[name])
                     self.io.load_role(trained[name], directory, optimizer=fitting)
                 rank_zero_info(f"{name}: goes on from {directory}")
         self._pending_rng = self.io.load_rng(places["actor"])

@@ -26,7 +26,6 @@ from ppo_lightning.megatron import torch_dist
 from ppo_lightning.megatron.checkpoint import Retention, Shards, resume_path
 from ppo_lightning.megatron.checkpoint_sources import critic_of
 from ppo_lightning.megatron.heads import fresh_value_head
-from ppo_lightning.megatron.offload import Offload
 from ppo_lightning.megatron.optimizer import inner_optimizers
 from ppo_lightning.megatron.strategy import MegatronStrategy
 from tests.distributed.ranks import RankError, run_ranks
@@ -524,35 +523,3 @@ def read_critic(rank: int, world: int, model_dir: str, path: str) -> dict[str, t
     strategy.setup_model("critic", model_dir, optimizer=OPTIONS)
     strategy.load_weights("critic", path)
     return {k: v.clone() for k, v in strategy.weights("critic")}
-
-
-# making room ------------------------------------------------------------------------------------------
-
-
-def train_offloaded(rank: int, world: int, model_dir: str, directory: str | None, root: str) -> Any:
-    offload = Offload() if directory is None else Offload("disk", Path(directory))
-    strategy = build(world, model_dir, {"offload": offload}, ("actor", "critic"))
-    torch.manual_seed(3)
-    for role in strategy.roles:
-        strategy.deactivate(role)
-    seen = [row[:3] for row in train(strategy, 1)]
-    sizes = []
-    for role in strategy.roles:
-        strategy.deactivate(role)
-        sizes.append(sum(p.untyped_storage().nbytes() for p in strategy.roles[role].models[0].parameters()))
-    save(strategy, f"{root}/iter_0000001", 1)
-    assert directory is None or list(Path(directory).iterdir()) == []
-    seen += [row[:3] for row in train(strategy, 1)]
-    return seen, tensors(strategy), sizes
-
-
-def test_offload_to_disk_frees_memory_and_changes_no_bit(model_dir: str, tmp_path: Path) -> None:
-    (stayed,) = run_ranks(train_offloaded, 1, model_dir, None, str(tmp_path / "a"))
-    (moved,) = run_ranks(train_offloaded, 1, model_dir, str(tmp_path / "room"), str(tmp_path / "b"))
-    assert moved[:2] == stayed[:2]
-    assert all(away < there / 50 for away, there in zip(moved[2], stayed[2]))
-    for root in ("{}", "{}_critic"):
-        a, b = (files.read_manifest(tmp_path / root.format(x) / "iter_0000001") for x in "ab")
-        assert a is not None
-        assert b is not None
-        assert a.files["__0_0.distcp"] == b.files["__0_0.distcp"]
