@@ -89,10 +89,11 @@ def checkpoint_problems(config: PPOConfig) -> Iterator[tuple[str, str]]:
         )
     ref = config.model.ref_load
     if config.kl and ref is not None and not holds_checkpoint(ref) and not holds_weights(ref):
+        own = config.recipe and f"`ppo-lightning prepare --recipe {config.recipe}` makes the recipe's; else "
         yield (
             "ref_load",
-            f"--ref-load {ref} holds no checkpoint (torch_dist or Hugging Face); name a directory that"
-            " does, or drop the flag to take --hf-checkpoint as the reference",
+            f"--ref-load {ref} holds no checkpoint (torch_dist or Hugging Face); {own or ''}name a directory"
+            " that does, or drop the flag to take --hf-checkpoint as the reference",
         )
 
 

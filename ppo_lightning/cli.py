@@ -21,7 +21,7 @@ from ppo_lightning import __version__
 from ppo_lightning.checks import check_files, load_functions, visible_gpus
 from ppo_lightning.config import ConfigError, PPOConfig
 from ppo_lightning.derive import output_dir
-from ppo_lightning.failures import Guard
+from ppo_lightning.failures import Guard, describe, line_in
 from ppo_lightning.flags import Arguments, Parser, parse
 from ppo_lightning.option import unknown
 
@@ -88,8 +88,7 @@ def load_recipe(name: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """The module in a file, run once: what it registers (estimators, rewards) counts once, and a function in
-    it has a name, `STEM:function`. Modules beside it can be imported."""
+    """The module in a file, run once (what it registers counts once); modules beside it can be imported."""
     name, place = path.stem, path.absolute()
     for known in map(sys.modules.get, ("__main__", name, str(place))):
         if known is not None and Path(getattr(known, "__file__", None) or "").absolute() == place:
@@ -104,9 +103,10 @@ def _load_file(path: Path) -> ModuleType:
     sys.modules[key] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except Exception as error:
         del sys.modules[key]
-        raise
+        problem = f"--recipe {path} does not run: {describe(error)}{line_in(error, place)}"
+        raise ConfigError(problem) from error
     return module
 
 

@@ -18,7 +18,7 @@ from ppo_lightning.config import ConfigError
 
 DONE, FAILED, USAGE = 0, 1, 2
 _INTERRUPTED = {
-    "fit": "the same command goes on from the last checkpoint",
+    "fit": "the same command goes on from the last checkpoint, or begins anew where there is none",
     "prepare": "what is whole stays, and the same command makes what is missing",
     "convert": "nothing counts of what was written, and the same command begins anew",
     "evaluate": "no scores were written, and the same command begins anew",
@@ -120,6 +120,13 @@ class Guard:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or number
         raise KeyboardInterrupt
+
+
+def line_in(error: BaseException, file: Path) -> str:
+    """Where in `file` the error arose, to stand behind its description; empty if elsewhere."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).absolute() == file]
+    return f" (line {lines[-1]})" if lines else ""
 
 
 def describe(error: BaseException) -> str:

@@ -63,9 +63,17 @@ def parse(
         base = recipe(name).replace(recipe=name)
     config = base
     for values in (*files, flags):
-        config = config.replace(**values)
+        config = config.replace(**values, **_replaced(values))
     config = config.replace(sglang_args=(*config.rollout.sglang_args, *server), recipe=base.recipe)
     return Arguments(config, base, **extra)
+
+
+def _replaced(values: dict[str, Any]) -> dict[str, Any]:
+    """A reward named by --rm-type takes the place of a function that the recipe or an earlier file names,
+    and that would go before it."""
+    rm_type = values.get("rm_type")
+    alone = rm_type and "custom_rm_path" not in values and "custom" not in rm_type
+    return {"custom_rm_path": None} if alone else {}
 
 
 def build_parser(prog: str, description: str) -> argparse.ArgumentParser:

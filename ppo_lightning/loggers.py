@@ -19,6 +19,7 @@ NOISE = (
     r"Using `DistributedSampler` with the dataloaders.*",  # ours has one empty batch
     r"`load_state_dict` is deprecated.*",  # within megatron.core.dist_checkpointing
     r"Please use DTensor instead.*",
+    r'.*ckpt_path="last"\)` is set, but there is no last checkpoint.*',  # a first start: there cannot be one
 )
 ANNOUNCEMENTS = (
     "GPU available",

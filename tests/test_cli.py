@@ -207,6 +207,23 @@ def test_an_unknown_recipe_lists_those_there_are(
     assert "did you mean tiny_ppo?; there are tiny_ppo, other" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n1 / 0\n", "ZeroDivisionError: division by zero (line 2)"),
+        ("import nothing_like_it", "ModuleNotFoundError: No module named 'nothing_like_it' (line 1)"),
+        ("x = (", "SyntaxError: '(' was never closed (faulty.py, line 1)"),
+    ],
+)
+def test_a_faulty_recipe_is_named_with_the_line(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "faulty.py"
+    file.write_text(text)
+    assert cli.main(["fit", "--recipe", str(file)]) == 2
+    assert capsys.readouterr().err == f"error: --recipe {file} does not run: {message}\n"
+
+
 def test_a_run_without_a_reward_is_refused(
     recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -38,6 +38,16 @@ def test_precedence_defaults_recipe_yaml_flags(tmp_path: Path) -> None:
     assert found.recipe.optimizer.lr == 1.0
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"), [("math", None), ("math:0.5+custom:0.5", "mine:score"), (None, "mine:score")]
+)
+def test_a_reward_that_is_named_replaces_the_recipes_function(given: str | None, kept: str | None) -> None:
+    recipe = PPOConfig.of(custom_rm_path="mine:score")
+    flags = ["--rm-type", given] if given else []
+    assert parse(*flags, "--recipe", "r", recipe=recipe).config.reward.custom_rm_path == kept
+    assert parse("--rm-type", "math", "--custom-rm-path", "a:b").config.reward.custom_rm_path == "a:b"
+
+
 def test_every_kind_of_flag() -> None:
     config = parse(
         *["--rollout-top-k", "-1", "--lr=3e-5", "--colocate", "--no-use-tensorboard", "--eps-clip-c", "none"],
