@@ -4,14 +4,16 @@
         @pytest.fixture(scope="class")
         def raw_engine(self, checkpoint): ...
 
-`checkpoint` is the directory of a tiny model (below), `raw_engine` an engine that serves it on one rank.
+`checkpoint` is the directory of a tiny model (below), `raw_engine` an engine that serves it on one rank. An
+engine whose servers may die on their own has a `kill_server_at_work` too; one inside the rank dies with it.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,9 @@ def chosen(sample: Sample) -> Tensor:
 
 
 class EngineContract:
+    # kills the server of an engine in the middle of a call; None: it has no server
+    kill_server_at_work: Callable[[Engine, Future[list[Sample]]], None] | None = None
+
     @pytest.fixture(scope="class")
     def checkpoint(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         directory = tmp_path_factory.mktemp("contract") / "model"
@@ -257,6 +262,27 @@ class EngineContract:
             assert sample.response_length or sample.status is Status.FAILED
         again = self.run(engine, make_samples(TEXTS), SamplingParams(3))
         assert all(s.status in (Status.TRUNCATED, Status.COMPLETED) for s in again)
+
+    def test_server_death_loses_no_sample(self, engine: Engine, model: PreTrainedModel) -> None:
+        """Each is written whole, once, and by the weights that were sent last."""
+        if self.kill_server_at_work is None:
+            pytest.skip("generates inside of the rank: there is no server that could die")
+        version = next(VERSIONS)
+        engine.update_weights(named_weights(model), version)
+        samples = make_samples(TEXTS, 2)
+        params = SamplingParams(400, stop_token_ids=(258,))
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(self.run, engine, samples, params)
+            self.kill_server_at_work(engine, running)
+            running.result()
+        for sample, text in zip(samples, [text for text in TEXTS for _ in range(2)], strict=True):
+            assert sample.prompt_tokens == list(text.encode())
+            assert sample.status is Status.COMPLETED or sample.response_length == 400
+            assert sample.weight_versions == [version]
+            expected = reference_logits(model, sample).log_softmax(-1).gather(-1, chosen(sample)[:, None])
+            got = torch.tensor(sample.rollout_log_probs)
+            torch.testing.assert_close(got, expected[:, 0], atol=2e-4, rtol=0)
+        assert engine.health()
 
     def test_sleep_and_wake_may_be_repeated(self, engine: Engine, model: PreTrainedModel) -> None:
         engine.sleep()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -64,6 +67,25 @@ def url_of(engine: SGLangEngine) -> str:
 def control_of(engine: SGLangEngine) -> Control:
     assert engine._fleet is not None
     return engine._fleet.servers[0].control
+
+
+def server(engine: SGLangEngine) -> psutil.Process:
+    assert engine._fleet is not None
+    process = engine._fleet.servers[0].process
+    assert process is not None
+    assert process.pid is not None
+    return psutil.Process(process.pid)
+
+
+def scheduler(engine: SGLangEngine) -> psutil.Process:
+    return next(p for p in server(engine).children(recursive=True) if "scheduler" in " ".join(p.cmdline()))
+
+
+def wait_until_at_work(engine: SGLangEngine, running: Future[Any]) -> None:
+    """Until the server of `engine` has a request of `running` in hand."""
+    while not running.done() and not control_of(engine).get("/v1/loads")["loads"][0]["num_running_reqs"]:
+        time.sleep(0.05)
+    assert not running.done()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from ppo_lightning.config import PPOConfig
 from ppo_lightning.engines.base import EngineError
 from ppo_lightning.engines.sglang import SGLangEngine
 from ppo_lightning.engines.sglang_checksums import Layout, differing
-from ppo_lightning.engines.sglang_plan import Place, Plan
-from ppo_lightning.engines.weight_store import WeightStore, buckets
-from ppo_lightning.samples import Status
+from ppo_lightning.samples import Sample, Status
 from tests import sglang_fixtures as fixtures
 from tests.engine_contract import EngineContract
 from tests.sglang_fixtures import (
@@ -29,10 +27,13 @@ from tests.sglang_fixtures import (
     model_with,
     prompts,
     run,
+    scheduler,
+    wait_until_at_work,
     weights,
 )
 
-pytestmark = pytest.mark.slow  # servers of a minute each: `make test-all`
+pytestmark = pytest.mark.xdist_group("sglang")  # one worker, so that one server serves them all
+slow = pytest.mark.slow
 
 sglang_checkpoint, sglang_engine = fixtures.sglang_checkpoint, fixtures.sglang_engine
 
@@ -51,6 +52,10 @@ class TestContract(EngineContract):
     def raw_engine(self, sglang_engine: SGLangEngine) -> SGLangEngine:
         return sglang_engine
 
+    def kill_server_at_work(self, engine: SGLangEngine, running: Future[list[Sample]]) -> None:
+        wait_until_at_work(engine, running)
+        scheduler(engine).kill()
+
 
 @pytest.mark.parametrize("mode", ["tensor", "distributed", "disk"])
 def test_each_way_of_transfer_gives_the_server_the_weights(
@@ -67,6 +72,7 @@ def test_each_way_of_transfer_gives_the_server_the_weights(
     assert sglang_engine.health()
 
 
+@slow
 def test_an_update_empties_the_cache(sglang_engine: SGLangEngine, checkpoint: Path) -> None:
     for version in (5, 6):
         model = model_with(checkpoint, seed=version)
@@ -76,6 +82,7 @@ def test_an_update_empties_the_cache(sglang_engine: SGLangEngine, checkpoint: Pa
         assert largest_difference(run(sglang_engine, samples), model) < 1e-4
 
 
+@slow
 def test_checksums_name_the_weight_that_differs(sglang_engine: SGLangEngine, checkpoint: Path) -> None:
     model = model_with(checkpoint, seed=7)
     sglang_engine.update_weights(weights(model), 7)
@@ -89,6 +96,7 @@ def test_checksums_name_the_weight_that_differs(sglang_engine: SGLangEngine, che
     ]
 
 
+@slow
 def test_a_refused_update_leaves_the_old_version_in_use(
     sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -115,6 +123,7 @@ def test_a_refused_update_leaves_the_old_version_in_use(
         assert [s.weight_versions for s in samples] == [[8]] * 4
 
 
+@slow
 def test_a_foreign_server_that_lost_its_weights_gets_them_again(
     sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -123,6 +132,7 @@ def test_a_foreign_server_that_lost_its_weights_gets_them_again(
         assert largest_difference(run(engine, prompts(8)), model) < 1e-4
 
 
+@slow
 def test_samples_of_other_weights_are_refused(
     sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -133,6 +143,7 @@ def test_samples_of_other_weights_are_refused(
             run(engine, prompts(2))
 
 
+@slow
 @pytest.mark.parametrize("keep", [True, False])
 def test_abort_keeps_or_drops_what_was_written(
     keep: bool, sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
@@ -175,99 +186,3 @@ def test_requests_that_no_server_takes(
     with pytest.raises(ValueError, match=message):
         run(sglang_engine, samples, **changes)
     assert sglang_engine.health()  # a token outside of the vocabulary would have killed the server
-
-
-# ---- without a server ----------------------------------------------------------------------------------
-
-
-def test_buckets_are_as_large_as_allowed() -> None:
-    tensors = [(str(i), torch.zeros(n)) for i, n in enumerate([4, 4, 2, 20, 1])]
-    assert [[name for name, _ in b] for b in buckets(iter(tensors), 40)] == [["0", "1", "2"], ["3"], ["4"]]
-
-
-def test_the_store_holds_whole_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    store = WeightStore(str(checkpoint), str(tmp_path))
-    model = model_with(checkpoint, seed=1)
-    list(store.record(5, buckets(weights(model), 30_000)))
-    loaded = AutoModelForCausalLM.from_pretrained(store.path(5), dtype=torch.float32)
-    for (name, ours), theirs in zip(model.named_parameters(), loaded.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-    assert AutoTokenizer.from_pretrained(store.path(5)).eos_token_id == 258
-    assert {n: t.shape for n, t in store.tensors(5)} == {n: t.shape for n, t in weights(model)}
-    stream = store.record(6, buckets(weights(model), 30_000))
-    next(stream)
-    assert not store.path(6).exists()
-    store.close()
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_store_left_by_a_killed_process_is_removed(checkpoint: Path, tmp_path: Path) -> None:
-    store = WeightStore(str(checkpoint), str(tmp_path))
-    machine = store.root.name.split("@")[1]
-    dead = tmp_path / f"ppo-lightning-weights-999999999@{machine}@abc"
-    elsewhere = tmp_path / f"ppo-lightning-weights-999999999@{machine}-2@abc"
-    dead.mkdir()
-    elsewhere.mkdir()
-    other = WeightStore(str(checkpoint), str(tmp_path))
-    assert sorted(tmp_path.iterdir()) == sorted([store.root, other.root, elsewhere])
-
-
-@pytest.mark.parametrize(
-    ("world", "cuda", "changes", "places"),
-    [
-        (4, False, {}, [(0, 0)]),
-        (4, False, {"rollout_num_gpus": 2}, [(0, 0), (2, 0)]),
-        (1, False, {"rollout_num_gpus": 2}, [(0, 0), (0, 0)]),
-        (16, True, {"colocate": True, "rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 4},
-         [(0, 0), (4, 4), (8, 0), (12, 4)]),
-        (4, True, {"rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}, [(0, 4), (1, 6)]),
-    ],
-)  # fmt: skip
-def test_where_engines_live(
-    world: int, cuda: bool, changes: dict[str, Any], places: list[tuple[int, int]]
-) -> None:
-    nodes = max(1, world // 8)
-    config = PPOConfig.of(
-        hf_checkpoint="x", actor_num_nodes=nodes, actor_num_gpus_per_node=world // nodes, **changes
-    )
-    assert Plan.from_config(config, world, cuda=cuda).places == tuple(Place(*p) for p in places)
-
-
-def test_flags_of_the_user_come_last_and_as_written() -> None:
-    config = PPOConfig.of(
-        hf_checkpoint="x",
-        sglang_mem_fraction_static=0.4,
-        sglang_disable_radix_cache=True,
-        sglang_dtype="bfloat16",
-    )
-    arguments = Plan.from_config(config, 1, cuda=False).arguments
-    assert arguments[-5:] == ("--mem-fraction-static", "0.4", "--disable-radix-cache", "--dtype", "bfloat16")
-
-
-def test_a_server_behind_many_ranks_gets_its_share_of_requests() -> None:
-    config = PPOConfig.of(hf_checkpoint="x", sglang_server_concurrency=64, actor_num_gpus_per_node=8)
-    assert Plan.from_config(config, 8, cuda=False).concurrency == 8
-
-
-def test_heads_that_stand_on_several_ranks() -> None:
-    from ppo_lightning.engines.sglang_checksums import expected
-
-    rows = torch.arange(8.0)[:, None].expand(8, 3).contiguous()
-    tensors = {f"m.{n}_proj.weight": rows for n in "qkv"} | {"m.o_proj.weight": torch.arange(12.0).view(3, 4)}
-    layout = Layout(ranks=4, kv_heads=2, dtype=torch.float32, cuda=False)
-    fused = expected("m.qkv_proj.weight", 3, tensors.__getitem__, layout)
-    assert fused[:, 0].tolist() == [
-        6,
-        7,
-        4,
-        5,
-        6,
-        7,
-        4,
-        5,
-        6,
-        7,
-    ]  # two rows of q, the second head of k and of v
-    assert expected("m.o_proj.weight", 1, tensors.__getitem__, layout)[:, 0].tolist() == [1, 5, 9]

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,18 @@ from ppo_lightning.engines.sglang import SGLangEngine
 from ppo_lightning.engines.sglang_plan import Place
 from ppo_lightning.samples import Sample, Status
 from tests import sglang_fixtures as fixtures
-from tests.sglang_fixtures import control_of, largest_difference, make_plan, model_with, prompts, run, weights
+from tests.sglang_fixtures import (
+    control_of,
+    largest_difference,
+    make_plan,
+    model_with,
+    prompts,
+    run,
+    scheduler,
+    server,
+    wait_until_at_work,
+    weights,
+)
 
 pytestmark = pytest.mark.slow
 sglang_checkpoint = fixtures.sglang_checkpoint
@@ -37,16 +47,6 @@ def engine(sglang_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     made.close()
 
 
-def server(engine: SGLangEngine) -> psutil.Process:
-    pid = engine._fleet.servers[0].process.pid
-    assert pid is not None
-    return psutil.Process(pid)
-
-
-def scheduler(engine: SGLangEngine) -> psutil.Process:
-    return next(p for p in server(engine).children(recursive=True) if "scheduler" in " ".join(p.cmdline()))
-
-
 def gone(processes: list[psutil.Process], limit: float = 60) -> bool:
     return not psutil.wait_procs(processes, timeout=limit)[1]
 
@@ -55,9 +55,7 @@ def in_the_middle(engine: SGLangEngine, samples: list[Sample], fault: Callable[[
     """Generate, and do `fault` once the server is at work."""
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run, engine, samples, **LONG)
-        while not running.done() and not control_of(engine).get("/v1/loads")["loads"][0]["num_running_reqs"]:
-            time.sleep(0.05)
-        assert not running.done()
+        wait_until_at_work(engine, running)
         fault()
         running.result()
 
