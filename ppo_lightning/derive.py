@@ -68,7 +68,8 @@ def _engines(config: PPOConfig) -> tuple[dict[str, Any], list[str]]:
         size = config.world_size
     else:
         size = c.rollout_num_gpus_per_engine * (len(r.rollout_external_urls) or 1)
-    far = bool(r.rollout_external_urls) or (c.actor_num_nodes > 1 and not c.colocate)
+    apart = c.actor_num_nodes > 1 or c.launcher == "ray"  # Ray may put engines on any node
+    far = bool(r.rollout_external_urls) or (apart and not c.colocate)
     values = _absent(
         config,
         {"rollout_num_gpus": size, "update_weight_transfer_mode": "distributed" if far else "tensor"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,15 @@ class Line(pl.LightningModule):
         if batch_idx == 1 and self.global_rank == 1:
             if self.fault in ("raise", "swallow"):
                 raise ZeroDivisionError("a fault on purpose")
+            if self.fault == "late":
+                time.sleep(3)
+                raise ZeroDivisionError("the cause")
             if self.fault == "kill":
                 os.kill(os.getpid(), 9)
             if self.fault == "exit":
                 sys.exit(3)
+        if batch_idx == 1 and self.global_rank == 0 and self.fault == "late":
+            raise RuntimeError("gloo: Connection closed by peer")  # as when the other one has died
         (x,) = batch
         return (self.layer(x) - x.sum(-1, keepdim=True)).square().mean()
 

@@ -16,7 +16,9 @@ import psutil
 import pytest
 
 from ppo_lightning.config import PPOConfig
-from ppo_lightning.launchers.ray import RayLauncher, Spot, arrange
+from ppo_lightning.derive import derived
+from ppo_lightning.launchers.ray import Rank, RayLauncher, Service, Spot, arrange
+from ppo_lightning.launchers.script import RayLaunchError, Script
 
 SCRIPT = Path(__file__).with_name("ray_script.py")
 
@@ -82,6 +84,7 @@ def test_two_nodes_train_as_one_machine_does(cluster: Any, tmp_path: Path) -> No
         ("raise", "ZeroDivisionError: a fault on purpose"),
         ("kill", "rank 1 on"),
         ("exit", "status 3"),
+        ("late", "ZeroDivisionError: the cause"),  # known after its peer has lost the connection
         ("swallow", "the command line saw ZeroDivisionError('a fault on purpose')"),
     ],
 )
@@ -170,8 +173,36 @@ def test_ppo_on_two_nodes_with_two_engines_equals_the_local_launcher(tmp_path: P
         made.shutdown()
     local = fit("local", tmp_path / "local", options | {"actor_num_gpus_per_node": 4})
     assert len(placed) == len(local) == 2
+    commands = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
+    assert not [c for c in commands if str(tmp_path) in c]  # neither servers nor ranks stay
     for ours, theirs in zip(placed, local, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+def test_services_find_what_the_script_finds(tmp_path: Path) -> None:
+    """The user's directory (--hf-checkpoint may be relative) and variables, wherever Ray's daemon runs."""
+    (tmp_path / "own_service.py").write_text(
+        "import os, sys; print(os.getcwd(), os.environ['HF_HOME'], *sys.argv[1:]); sys.exit(3)"
+    )
+    script = Script(("my_script.py",), None, str(tmp_path), environment={"HF_HOME": "/models"})
+    service = Service("engine 0", ("own_service", "{host}", "{port}"))
+    with pytest.raises(RayLaunchError) as caught:
+        Rank().serve(service, "10.0.0.2", 7, script)
+    assert str(caught.value) == f"engine 0 ended with status 3:\n{tmp_path} /models 10.0.0.2 7"
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode"),
+    [
+        ({"launcher": "ray"}, "distributed"),  # one training node: the engine may still stand on another
+        ({"launcher": "ray", "colocate": True}, "tensor"),
+        ({}, "tensor"),
+    ],
+)
+def test_weights_take_a_way_that_leads_to_the_engine(changes: dict[str, Any], mode: str) -> None:
+    config = PPOConfig.of(hf_checkpoint="x", rollout_engine="sglang", **changes)
+    derived_config, _ = derived(config, False, 0)
+    assert derived_config.rollout.update_weight_transfer_mode == mode
 
 
 def test_ranks_of_a_node_stand_in_a_row() -> None:

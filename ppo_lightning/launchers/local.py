@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
+from ppo_lightning.launchers.script import lost_peer
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins import ClusterEnvironment
@@ -37,8 +39,6 @@ _ERRORS = "PPO_LIGHTNING_ERRORS"  # directory in which ranks leave their errors
 _POLL = 0.2  # seconds
 _GRACE = 10.0  # seconds that a rank has to come out of a collective, or to end after a signal
 _PR_SET_PDEATHSIG = 1
-# what a rank says when another one is gone (gloo, NCCL, the store)
-_LOST_PEER = ("Connection closed", "Connection reset", "Broken pipe", "gloo", "NCCL", "Socket", "TCPStore")
 
 
 class RankFailedError(RuntimeError):
@@ -230,8 +230,8 @@ class LocalLauncher(_SubprocessScriptLauncher):
 
 
 def _leave_error(rank: int, error: BaseException) -> RankError:
-    lost = isinstance(error, RuntimeError) and any(word in str(error) for word in _LOST_PEER)
-    left = RankError(rank, time.time(), "".join(traceback.format_exception(error)).rstrip(), lost)
+    text = "".join(traceback.format_exception(error)).rstrip()
+    left = RankError(rank, time.time(), text, lost_peer(error))
     directory = os.environ.get(_ERRORS)
     if directory is not None and Path(directory).is_dir():
         record = {"rank": left.rank, "time": left.time, "text": left.text, "lost_peer": left.lost_peer}

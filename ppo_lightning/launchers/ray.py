@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
+from ppo_lightning.launchers.ray_errors import ended, first_cause
 from ppo_lightning.launchers.script import RayLaunchError, Script, failures
 
 if TYPE_CHECKING:
@@ -66,12 +67,12 @@ class Rank:
     def run(self, script: Script, environment: dict[str, str]) -> None:
         script.run(environment)
 
-    def serve(self, service: Service, host: str, port: int) -> None:
-        """Until it is ended from outside. Raises RayLaunchError with its last words when it ends by
-        itself."""
+    def serve(self, service: Service, host: str, port: int, script: Script) -> None:
+        """Until it is ended from outside; where `script` runs, and with its variables. Raises RayLaunchError
+        with its last words when it ends by itself."""
         words = Path(tempfile.mkstemp(prefix="ppo-lightning-service-")[1])
         command = [part.format(host=host, port=port) for part in service.command]
-        environment = os.environ | {"PPO_LIGHTNING_SERVER_PARENT": str(os.getpid())}
+        environment = os.environ | script.environment | {"PPO_LIGHTNING_SERVER_PARENT": str(os.getpid())}
         try:
             with words.open("wb") as out:
                 done = subprocess.run(
@@ -80,6 +81,7 @@ class Rank:
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     env=environment,
+                    cwd=script.cwd if os.path.isdir(script.cwd) else None,
                     check=False,
                 )
             last = "\n".join(words.read_text(errors="replace").splitlines()[-40:])
@@ -141,8 +143,6 @@ class RayLauncher(_Launcher):
             except Exception as error:
                 failures.append(error)
                 raise
-        import ray
-
         with self._cluster() as gpus, self._placed(gpus) as spots:
             ranks, services = self._actors[: self.ranks], self._actors[self.ranks :]
             order, environments = arrange(spots[: self.ranks], self.per_node)
@@ -150,16 +150,15 @@ class RayLauncher(_Launcher):
             script = Script.current()
             running: dict[Any, str] = {}
             for service, actor, spot in zip(self.services, services, spots[self.ranks :], strict=True):
-                running[actor.serve.remote(service, spot.host, spot.port)] = service.name
+                running[actor.serve.remote(service, spot.host, spot.port, script)] = service.name
             for rank, (place, environment) in enumerate(zip(order, environments, strict=True)):
                 environment |= {URLS: " ".join(urls)} if urls else {}
                 running[ranks[place].run.remote(script, environment)] = f"rank {rank} on {spots[place].host}"
             left = self.ranks
             while left:
-                (done,), _ = ray.wait(list(running), num_returns=1)
-                name = running.pop(done)
-                with _named(name):
-                    ray.get(done)
+                errors = ended(running, None)
+                if errors:
+                    raise first_cause(errors[0], running)
                 left -= 1
         sys.exit(0)
 
@@ -264,18 +263,3 @@ def arrange(spots: Sequence[Spot], per_node: int) -> tuple[list[int], list[dict[
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         environments.append(environment)
     return order, environments
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Errors that pass say whose they are; one of a process that died without a word is a RayLaunchError."""
-    from ray.exceptions import ActorDiedError, RayTaskError
-
-    try:
-        yield
-    except ActorDiedError as error:
-        raise RayLaunchError(f"{name} died without an error (killed, or out of memory): {error}") from error
-    except RayTaskError as error:
-        cause = error.cause if isinstance(error.cause, Exception) else error
-        cause.add_note(f"raised by {name}")
-        raise cause from None

@@ -29,6 +29,16 @@ class RayLaunchError(RuntimeError):
     """The cluster cannot hold the job, or a part of it ended without an error of its own."""
 
 
+# what a rank says when another one is gone (gloo, NCCL, the store)
+LOST_PEER = ("Connection closed", "Connection reset", "Broken pipe", "gloo", "NCCL", "Socket", "TCPStore")
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether a rank failed only because another one did."""
+    ours = isinstance(error, RuntimeError) and not isinstance(error, RayLaunchError)
+    return ours and any(word in str(error) for word in LOST_PEER)
+
+
 @dataclass(frozen=True, slots=True)
 class Script:
     """How this process was started, to start it again: a file or a module, its arguments and surroundings."""
