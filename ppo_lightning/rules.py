@@ -154,6 +154,9 @@ def _engine(config: PPOConfig) -> Iterator[str]:
         yield "--rollout-top-k and --eval-top-k: 0 leaves no token; use -1 for all tokens"
     if r.rollout_external_urls and r.rollout_engine != "sglang":
         yield "--rollout-external-urls are SGLang servers; add --rollout-engine sglang"
+    for url in r.rollout_external_urls:
+        if not re.fullmatch(r"(https?://)?([\w.-]+|\[[\da-fA-F:]+\])(:\d+)?(/[^\s?#]*)?", url):
+            yield f"--rollout-external-urls {url!r}: write it as http://HOST:PORT or HOST:PORT"
     if r.rollout_external_urls and c.colocate:
         yield (
             "--colocate with --rollout-external-urls: foreign servers cannot make room for training; drop one"

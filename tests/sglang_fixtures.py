@@ -145,8 +145,8 @@ def largest_difference(samples: Sequence[Sample], model: PreTrainedModel, temper
     return worst
 
 
-def config_file(path: Path, checkpoint: Path, logs: Path) -> Path:
+def config_file(path: Path, checkpoint: Path, logs: Path, **changes: Any) -> Path:
     """A YAML configuration (JSON is YAML) of a run whose engine is SGLang."""
     options = {"hf_checkpoint": str(checkpoint), "rollout_engine": "sglang", "output_dir": str(logs)}
-    path.write_text(json.dumps(options | {"sglang_max_total_tokens": KV_TOKENS}))
+    path.write_text(json.dumps(options | {"sglang_max_total_tokens": KV_TOKENS} | changes))
     return path

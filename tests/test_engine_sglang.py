@@ -24,10 +24,13 @@ from tests.sglang_fixtures import (
     control_of,
     forget_weights,
     largest_difference,
+    make_plan,
     model_with,
     prompts,
     run,
     scheduler,
+    server,
+    url_of,
     wait_until_at_work,
     weights,
 )
@@ -123,13 +126,59 @@ def test_a_refused_update_leaves_the_old_version_in_use(
         assert [s.weight_versions for s in samples] == [[8]] * 4
 
 
+def test_weights_that_cannot_be_stored_are_an_error_on_all_ranks(
+    sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
+) -> None:
+    stream = weights(model_with(checkpoint, seed=17))
+    with attach(sglang_engine, checkpoint, tmp_path, 16) as (engine, old):
+        assert engine._fleet is not None
+        (engine._fleet._store.root / "v17.part").write_text("in the way")
+        with pytest.raises(EngineError, match=r"weights 17 could not be written to .*weights 16 again"):
+            engine.update_weights(stream, 17)
+        assert next(stream, None) is None  # drained: other ranks take part in it
+        assert largest_difference(run(engine, prompts(2)), old) < 1e-4
+
+
+def test_a_foreign_server_that_a_killed_trainer_left_paused_goes_on(
+    sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
+) -> None:
+    control_of(sglang_engine).post("/pause_generation", mode="abort")
+    with attach(sglang_engine, checkpoint, tmp_path, 15) as (engine, model):
+        assert largest_difference(run(engine, prompts(2)), model) < 1e-4
+
+
+def test_a_foreign_server_of_another_size_is_refused(
+    sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
+) -> None:
+    plan = make_plan(checkpoint, tmp_path, urls=(url_of(sglang_engine),), ranks_per_engine=2)
+    with pytest.raises(EngineError, match=r"has 1 tensor parallel ranks.*--rollout-num-gpus-per-engine 1"):
+        SGLangEngine(plan)
+
+
+@slow
+def test_an_update_waits_for_a_foreign_server_that_is_started_again(
+    sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Its keeper is the engine of the session, which gives it weights that the other does not take."""
+    sglang_engine.update_weights(weights(model_with(checkpoint, seed=18)), 18)
+    with attach(sglang_engine, checkpoint, tmp_path, 19) as (engine, _):
+        server(sglang_engine).kill()
+        model = model_with(checkpoint, seed=20)
+        engine.update_weights(weights(model), 20)
+        samples = run(engine, prompts(4))
+        assert [s.weight_versions for s in samples] == [[20]] * 4
+        assert largest_difference(samples, model) < 1e-4
+
+
 @slow
 def test_a_foreign_server_that_lost_its_weights_gets_them_again(
     sglang_engine: SGLangEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
     with attach(sglang_engine, checkpoint, tmp_path, 10, health_interval=0.5) as (engine, model):
         forget_weights(sglang_engine, checkpoint)
-        assert largest_difference(run(engine, prompts(8)), model) < 1e-4
+        samples = run(engine, prompts(32), max_new_tokens=400)  # more than it takes at a time: never idle
+        assert {tuple(s.weight_versions) for s in samples} == {(10,)}
+        assert largest_difference(samples, model) < 1e-4
 
 
 @slow

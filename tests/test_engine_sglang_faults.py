@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ import pytest
 from ppo_lightning.engines import sglang_fleet
 from ppo_lightning.engines.base import EngineError
 from ppo_lightning.engines.sglang import SGLangEngine
+from ppo_lightning.engines.sglang_control import Control, TransferError
 from ppo_lightning.engines.sglang_plan import Place
+from ppo_lightning.engines.sglang_server import ServerProcess, free_port
 from ppo_lightning.samples import Sample, Status
 from tests import sglang_fixtures as fixtures
 from tests.sglang_fixtures import (
@@ -93,6 +97,27 @@ def test_weights_reach_a_server_that_died_before_them(engine: SGLangEngine, sgla
     check_whole(samples, model, 30)
 
 
+def test_a_restart_that_fails_once_is_tried_again(
+    engine: SGLangEngine, sglang_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_with(sglang_checkpoint, seed=31)
+    engine.update_weights(weights(model), 31)
+    assert engine._fleet is not None
+    boot, calls = engine._fleet._boot, []
+
+    async def port_taken_at_first(process: ServerProcess, version: int | None) -> None:
+        calls.append(version)
+        if len(calls) == 1:
+            raise EngineError("address already in use")
+        await boot(process, version)
+
+    monkeypatch.setattr(engine._fleet, "_boot", port_taken_at_first)
+    samples = prompts(4)
+    in_the_middle(engine, samples, server(engine).kill)
+    check_whole(samples, model, 31)
+    assert calls == [31, 31]
+
+
 def test_a_server_that_keeps_dying_ends_the_run(
     engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,8 +150,53 @@ def test_a_server_that_does_not_start_ends_the_run_with_its_log(
     assert not psutil.Process().children(recursive=True)
 
 
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+def test_a_server_in_a_bundle_of_its_own_is_kept(
+    fault: signal.Signals, sglang_checkpoint: Path, tmp_path: Path
+) -> None:
+    file = fixtures.config_file(
+        tmp_path / "run.yaml",
+        sglang_checkpoint,
+        tmp_path,
+        rollout_health_check_interval=2.0,
+        rollout_health_check_timeout=15.0,
+    )
+    port = str(free_port("127.0.0.1"))
+    with file.open() as config:
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "ppo_lightning.engines.sglang_keeper", "127.0.0.1", port, "0"],
+            stdin=config,
+        )
+    control = Control(f"http://127.0.0.1:{port}", 1, 60)
+    try:
+        wait_until_up(control)
+        control.post("/update_weight_version", new_version="5", abort_all_requests=False)
+        before = psutil.Process(keeper.pid).children(recursive=True)
+        next(p for p in before if "scheduler" in " ".join(p.cmdline())).send_signal(fault)
+        assert gone(before, 90)
+        wait_until_up(control)
+        assert control.get("/model_info")["weight_version"] == "none"  # the trainer sees that
+    finally:
+        servers = psutil.Process(keeper.pid).children(recursive=True)
+        keeper.kill()
+        keeper.wait()
+        assert gone(servers)
+
+
+def wait_until_up(control: Control, limit: float = 300) -> None:
+    end = time.monotonic() + limit
+    while True:
+        try:
+            control.get("/health")
+            return
+        except TransferError:
+            assert time.monotonic() < end
+            time.sleep(0.5)
+
+
 TRAINER = """
 import sys, time
+from functools import partial
 from pathlib import Path
 from tests.sglang_fixtures import make_plan
 from ppo_lightning.engines.sglang import SGLangEngine
@@ -172,7 +242,8 @@ class Meeting:
 
 
 def test_two_ranks_with_an_engine_each_share_a_router(sglang_checkpoint: Path, tmp_path: Path) -> None:
-    plan = make_plan(sglang_checkpoint, tmp_path, places=(Place(0, 0), Place(1, 0)))
+    places = (Place(0, 0), Place(1, 0))
+    plan = make_plan(sglang_checkpoint, tmp_path, places=places, health_interval=3.0, health_timeout=20.0)
     meeting = Meeting(2)
     model = model_with(sglang_checkpoint, seed=40)
 
@@ -195,7 +266,14 @@ def test_two_ranks_with_an_engine_each_share_a_router(sglang_checkpoint: Path, t
             running.result()
         check_whole(samples, model, 40)
         check_whole(others, model, 40)
-        assert first._fleet._router.alive()
+        router = first._fleet._router
+        assert router.alive()
+        for fault in (signal.SIGSTOP, signal.SIGKILL):
+            lost = psutil.Process(router.pid)
+            samples = prompts(8)
+            in_the_middle(first, samples, partial(lost.send_signal, fault))
+            check_whole(samples, model, 40)
+            assert router.pid != lost.pid
         model = model_with(sglang_checkpoint, seed=41)
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda e: e.update_weights(weights(model), 41), (first, second)))

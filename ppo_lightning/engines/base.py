@@ -45,6 +45,9 @@ class Engine(Protocol):
         """Take new weights under Hugging Face names, full tensors, each exactly once. The iterator is
         collective: it must be drained on every rank even where this engine has no use for a tensor."""
 
+    def abort(self) -> None:
+        """End a running `generate`, from another thread: it returns what was written until then."""
+
     def sleep(self) -> None:
         """Free the accelerator while training; idempotent."""
 

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 import httpx
+from safetensors import SafetensorError
 
 from ppo_lightning.engines.base import EngineError
 from ppo_lightning.engines.sglang_checksums import Layout
 from ppo_lightning.engines.sglang_control import Control, TransferError
+from ppo_lightning.engines.sglang_plan import Plan, router_arguments
 from ppo_lightning.engines.sglang_served import Served
 from ppo_lightning.engines.sglang_server import (
     POLL,
@@ -21,15 +23,13 @@ from ppo_lightning.engines.sglang_server import (
     ServerProcess,
     answers,
     first_of,
-    free_port,
+    wait_for,
 )
 from ppo_lightning.engines.transfer import make_transfer
 from ppo_lightning.engines.weight_store import Bucket, WeightStore, buckets
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from ppo_lightning.engines.sglang_plan import Plan
 
 log = logging.getLogger(__name__)
 MAX_RESTARTS = 3  # of one engine between two weight updates; more is no accident
@@ -52,20 +52,18 @@ class Fleet:
         self._lock = threading.Lock()  # whoever changes what the servers are: an update, a sleep, a restart
         self._store = WeightStore(plan.checkpoint, plan.weights_dir)
         self._router: ServerProcess | None = None
-        self.servers = [self._external(url) for url in plan.urls if rank == 0]
+        self.servers = [self._served(None, url) for url in plan.urls if rank == 0]
         if not plan.urls:
             mine = [e for e, place in enumerate(plan.places) if place.owner == rank]
             self.servers += [self._own(e) for e in mine]
-
-    def _external(self, url: str) -> Served:
-        return self._served(None, url.rstrip("/"))
 
     def _own(self, engine: int) -> Served:
         plan = self._plan
         arguments = [*plan.arguments, "--skip-server-warmup"]  # `ready` asks for a token instead
         if not plan.cpu:
             arguments += ["--base-gpu-id", str(plan.places[engine].first_gpu)]
-        process = ServerProcess("server", plan.host, arguments, plan.log(f"engine_{engine}"), plan.cpu)
+        file, limit = plan.log(f"engine_{engine}"), plan.health_timeout
+        process = ServerProcess("server", plan.host, arguments, file, plan.cpu, health_timeout=limit)
         return self._served(process, process.url)
 
     def _served(self, process: ServerProcess | None, url: str) -> Served:
@@ -91,9 +89,12 @@ class Fleet:
     async def _up(self, served: Served) -> None:
         if served.process is not None:
             await self._boot(served.process, self.version)
-        elif not await wait_for(served.url, self._plan.start_limit):
-            limit = self._plan.start_limit
-            raise EngineError(f"no SGLang server answers at {served.url} within {limit:g} s; start it first")
+            return
+        await wait_for(served.url, self._plan.start_limit)
+        try:
+            await asyncio.to_thread(served.check_ranks)
+        except TransferError as error:
+            raise EngineError(str(error)) from error
 
     async def _boot(self, process: ServerProcess, version: int | None) -> None:
         """Start a server with the weights of `version`, whole from its first answer on."""
@@ -104,17 +105,9 @@ class Fleet:
 
     def route(self, urls: list[str]) -> str:
         """Start the router in front of `urls`; its address."""
-        flags = ["--worker-urls", *urls, "--policy", "round_robin"]
-        flags += ["--prometheus-host", self._plan.host, "--prometheus-port", str(free_port(self._plan.host))]
-        # /ready, because /health asks for a token: memory may be released only while nothing runs
-        flags += ["--health-check-endpoint", "/ready", "--health-check-interval-secs", "2"]
-        flags += ["--health-failure-threshold", "1", "--health-success-threshold", "1"]
-        # requests are sent again by the client, which knows when the servers are given up
-        flags += ["--disable-retries", "--disable-circuit-breaker", "--request-timeout-secs", "86400"]
-        flags += ["--worker-startup-check-interval", "1", "--log-level", "warn"]
-        self._router = ServerProcess(
-            "router", self._plan.host, flags, self._plan.log("router"), self._plan.cpu
-        )
+        plan = self._plan
+        flags = router_arguments(urls, plan.host)
+        self._router = ServerProcess("router", plan.host, flags, plan.log("router"), plan.cpu)
         self._loop.run(self._boot_router(self._router))
         return self._router.url
 
@@ -146,16 +139,14 @@ class Fleet:
                 due = time.monotonic() - probed > self._plan.health_interval
                 await self._look(probe=due)
                 probed = time.monotonic() if due else probed
-            except EngineError as error:
-                log.error("%s", error)
-                self.broken = error
+            except Exception as error:  # noqa: BLE001 - `generate` raises it
+                lost = f"nobody watches the SGLang servers any more: {error!r}"
+                self.broken = error if isinstance(error, EngineError) else EngineError(lost)
+                log.error("%s", self.broken)
             finally:
                 self._lock.release()
 
     async def _look(self, probe: bool) -> None:
-        if self._router is not None and not self._router.alive():
-            log.warning("the SGLang router ended and is started again%s", self._router.tail())
-            await self._boot_router(self._router)
         for served in self.servers if not self.asleep else ():
             if served.process is None:
                 await self._look_at_external(served, probe)
@@ -164,6 +155,12 @@ class Fleet:
             elif probe and not await self._healthy(served.url):
                 limit = self._plan.health_timeout
                 await self._restart(served, served.process, f"did not answer within {limit:g} s")
+        router = self._router  # last: it is ready when a server is
+        if router is not None and not (
+            router.alive() and (not probe or await self._healthy(router.url, "/liveness"))
+        ):
+            log.warning("the SGLang router ended or hangs, and is started again%s", router.tail())
+            await self._boot_router(router)
 
     async def _restart(self, served: Served, process: ServerProcess, why: str) -> None:
         self._restarts += 1
@@ -173,11 +170,14 @@ class Fleet:
         log.warning("the SGLang server at %s %s and is started again%s", process.url, why, process.tail())
         process.kill()  # before the next line asks it anything
         served.transfer.reset()
-        await self._boot(process, self.version)
+        try:
+            await self._boot(process, self.version)
+        except EngineError as error:  # its port may have been taken for a moment: the next look tries again
+            log.warning("%s", error)
 
-    async def _healthy(self, url: str) -> bool:
+    async def _healthy(self, url: str, path: str = "/health") -> bool:
         async with httpx.AsyncClient(timeout=self._plan.health_timeout, trust_env=False) as client:
-            return await answers(client, f"{url}/health")
+            return await answers(client, f"{url}{path}")
 
     async def _look_at_external(self, served: Served, probe: bool) -> None:
         """One that its keeper has started again has lost the weights."""
@@ -200,7 +200,15 @@ class Fleet:
         servers being back at the former version, when sending them again did not help."""
         with self._lock:
             stream = self._store.record(version, buckets(tensors, self._plan.bucket_size))
-            failures = self._first_pass(stream, version)
+            try:
+                failures = self._first_pass(stream, version)
+            except (OSError, SafetensorError) as error:
+                for _ in tensors:
+                    pass
+                raise EngineError(
+                    f"weights {version} could not be written to {self._store.root}: {error}; make room there,"
+                    f" or name another --update-weight-disk-dir; {self._go_back()}"
+                ) from error
             for wait in RETRY_WAITS:
                 if not failures:
                     break
@@ -243,6 +251,8 @@ class Fleet:
                     served.transfer.reset()
                     self._loop.run(self._boot(served.process, version))
                 elif version is not None:
+                    if silent:  # somebody else starts it again: that takes as long as our own start may
+                        self._loop.run(wait_for(served.url, self._plan.start_limit))
                     served.replay(version, self._plan.bucket_size)
             except (TransferError, EngineError) as again:
                 failures[served.url] = again
@@ -282,14 +292,3 @@ class Fleet:
         except TransferError as error:
             tail = "" if served.process is None else served.process.tail()
             raise EngineError(f"{error}{tail}") from error
-
-
-async def wait_for(url: str, limit: float) -> bool:
-    """Whether a server that somebody else runs answers within `limit` seconds."""
-    end = time.monotonic() + limit
-    async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
-        while time.monotonic() < end:
-            if await answers(client, f"{url}/health"):
-                return True
-            await asyncio.sleep(POLL)
-    return False

@@ -3,20 +3,23 @@ runs."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppo_lightning.engines.sglang_server import address_towards
+from ppo_lightning.engines.sglang_server import address_towards, free_port
 
 if TYPE_CHECKING:
     from ppo_lightning.config import PPOConfig
 
 URLS = "PPO_LIGHTNING_ROLLOUT_URLS"  # servers that the launcher has started, blank between
 LOCALHOST = "127.0.0.1"
+OUTSIDE = "192.0.2.1"  # reserved for documentation (RFC 5737): stands for any other machine
 CPU_FLAGS = {"--device": "cpu", "--attention-backend": "torch_native", "--dtype": "float32"}
 CPU_KV_TOKENS = 32768  # left to itself SGLang sizes this cache by the machine's memory: millions of tokens
 START_LIMIT = 900.0  # seconds until a server must be ready: weights of some hundred GB come from a slow disk
@@ -56,9 +59,9 @@ class Plan:
     def from_config(cls, config: PPOConfig, world: int, *, cuda: bool) -> Plan:
         """Raises ValueError for servers that no rank can start."""
         r, c = config.rollout, config.cluster
-        urls = r.rollout_external_urls or tuple(os.environ.get(URLS, "").split())
+        urls = tuple(map(address, r.rollout_external_urls or os.environ.get(URLS, "").split()))
         per_engine = c.rollout_num_gpus_per_engine
-        places = place(config, world, cuda)
+        places = () if urls else place(config, world, cuda)
         engines = len(urls) or len(places)
         return cls(
             checkpoint=str(config.model.hf_checkpoint),
@@ -83,6 +86,11 @@ class Plan:
         return Path(self.log_dir) / f"sglang_{name}.log"
 
 
+def address(url: str) -> str:
+    """A server's address as it is asked: HOST:PORT is enough to name one."""
+    return (url if "://" in url else f"http://{url}").rstrip("/")
+
+
 def place(config: PPOConfig, world: int, cuda: bool) -> tuple[Place, ...]:
     """Engine e of colocated ones lives on the GPUs of the ranks from e * its size on, and its first rank
     owns it. Others live behind the trainers' GPUs of a single node. On the CPU the engines are spread over
@@ -94,10 +102,10 @@ def place(config: PPOConfig, world: int, cuda: bool) -> tuple[Place, ...]:
         return tuple(
             Place(e * world // engines if engines <= world else e % world, 0) for e in range(engines)
         )
-    if size > per_node and c.colocate:
+    if per_node % size and c.colocate:
         raise ValueError(
-            f"an engine of {size} GPUs does not fit on a node of {per_node}: start such servers yourself and"
-            " give --rollout-external-urls"
+            f"engines of {size} GPUs do not fill nodes of {per_node}: choose a --rollout-num-gpus-per-engine"
+            " that divides it, or start servers yourself and give --rollout-external-urls"
         )
     if c.colocate:
         return tuple(Place(e * size, e * size % per_node) for e in range(engines))
@@ -119,10 +127,29 @@ def server_arguments(config: PPOConfig, cuda: bool) -> tuple[str, ...]:
         flags.append("--trust-remote-code")
     if cuda and config.cluster.colocate:
         flags.append("--enable-memory-saver")
-    theirs = [re.sub("^--sglang-", "--", argument) for argument in config.rollout.sglang_args]
-    return (*flags, *theirs)
+    for argument in config.rollout.sglang_args:
+        name = re.sub("^--sglang-", "--", argument)
+        flags += name.split("=", 1) if name.startswith("--") else [name]
+    return tuple(flags)
+
+
+def router_arguments(urls: Sequence[str], host: str) -> list[str]:
+    flags = ["--worker-urls", *urls, "--policy", "round_robin"]
+    flags += ["--prometheus-host", host, "--prometheus-port", str(free_port(host))]
+    # /ready, because /health asks for a token: memory may be released only while nothing runs
+    flags += ["--health-check-endpoint", "/ready", "--health-check-interval-secs", "2"]
+    flags += ["--health-failure-threshold", "1", "--health-success-threshold", "1"]
+    # requests are sent again by the client, which knows when the servers are given up
+    flags += ["--disable-retries", "--disable-circuit-breaker", "--request-timeout-secs", "86400"]
+    return [*flags, "--worker-startup-check-interval", "1", "--log-level", "warn"]
 
 
 def own_address() -> str:
-    """This node's address as the rendezvous sees it."""
-    return address_towards(os.environ.get("MASTER_ADDR", LOCALHOST))
+    """This node's address as the other nodes see it."""
+    master = os.environ.get("MASTER_ADDR", LOCALHOST)
+    mine = address_towards(master)
+    if mine.startswith("127.") and not master.startswith(("127.", "localhost")):
+        # the master's own node, whose name its /etc/hosts gives to itself alone
+        with contextlib.suppress(OSError):
+            return address_towards(OUTSIDE)
+    return mine

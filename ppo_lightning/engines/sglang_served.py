@@ -13,6 +13,8 @@ from ppo_lightning.engines.weight_store import WeightStore, buckets
 if TYPE_CHECKING:
     from ppo_lightning.engines.sglang_server import ServerProcess
 
+INCOMPLETE = "-incomplete"  # ends the version of a server that has not yet got all weights
+
 
 @dataclass(eq=False)
 class Served:
@@ -33,10 +35,19 @@ class Served:
     def dead(self) -> bool:
         return self.process is not None and not self.process.alive()
 
+    def check_ranks(self) -> None:
+        """The group through which a server takes weights is made for as many ranks as we count."""
+        size = self.control.get("/server_info").get("tp_size")
+        if size not in (None, self.control.ranks):
+            raise TransferError(
+                f"the server at {self.url} has {size} tensor parallel ranks, the configuration says"
+                f" {self.control.ranks}: give --rollout-num-gpus-per-engine {size}"
+            )
+
     def begin(self, version: int) -> None:
         """From here to the end of `finish` the server answers under a version that no trainer takes, and so
         it does after a failure."""
-        self._label(f"{version}-incomplete")
+        self._label(f"{version}{INCOMPLETE}")
         self.transfer.open()
 
     def finish(self, version: int) -> None:
@@ -48,12 +59,18 @@ class Served:
         self._label(str(version))
 
     def replay(self, version: int, bucket_size: int) -> None:
-        """Send a version of the store again, whatever an attempt before left behind."""
+        """Send a version of the store again, whatever an attempt before left behind. What the server is
+        writing meanwhile is of no use, and would keep it from emptying its cache: it is ended, and further
+        requests wait."""
         self.transfer.reset()
-        self.begin(version)
-        for bucket in buckets(self.store.tensors(version), bucket_size):
-            self.transfer.send(bucket)
-        self.finish(version)
+        self.control.post("/pause_generation", mode="abort")
+        try:
+            self.begin(version)
+            for bucket in buckets(self.store.tensors(version), bucket_size):
+                self.transfer.send(bucket)
+            self.finish(version)
+        finally:
+            self.control.post("/continue_generation")
 
     def _label(self, version: str) -> None:
         self.control.post("/update_weight_version", new_version=version, abort_all_requests=False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import math
 import os
 import socket
 import subprocess
@@ -65,9 +67,18 @@ class ServerProcess:
     thread."""
 
     def __init__(
-        self, kind: str, host: str, arguments: Sequence[str], log: Path, cpu: bool, port: int = 0
+        self,
+        kind: str,
+        host: str,
+        arguments: Sequence[str],
+        log: Path,
+        cpu: bool,
+        port: int = 0,
+        *,
+        health_timeout: float = 30.0,
     ) -> None:
         self.kind, self.host, self.log, self.cpu = kind, host, log, cpu
+        self.health_timeout = health_timeout
         self.arguments = tuple(arguments)
         self.port = port or free_port(host)
         self.released = False  # memory given back until the engine wakes
@@ -111,6 +122,8 @@ class ServerProcess:
             "MASTER_ADDR",
         )
         kept = {k: v for k, v in os.environ.items() if k not in (*ours, "MASTER_PORT")}
+        # else SGLang calls itself ill after 20 s, however long it is given
+        kept.setdefault("SGLANG_HEALTH_CHECK_TIMEOUT", str(math.ceil(self.health_timeout)))
         if self.cpu:
             kept |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         return kept | {PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
@@ -145,7 +158,8 @@ class ServerProcess:
             workers, timeout=5
         )  # they are bound to it; this is for those that are not yet
         for worker in left:
-            worker.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
         psutil.wait_procs(left, timeout=5)
         self._process = None
 
@@ -171,6 +185,20 @@ async def answers(client: httpx.AsyncClient, path: str) -> bool:
         return (await client.get(path)).status_code == 200
     except httpx.TransportError:
         return False
+
+
+async def wait_for(url: str, limit: float) -> None:
+    """Until a server that somebody else runs answers. Raises EngineError after `limit` seconds."""
+    end = time.monotonic() + limit
+    async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+        while time.monotonic() < end:
+            # a trainer that was killed while it sent weights left it paused
+            with contextlib.suppress(httpx.TransportError):
+                await client.post(f"{url}/continue_generation", json={})
+            if await answers(client, f"{url}/health"):
+                return
+            await asyncio.sleep(POLL)
+    raise EngineError(f"no SGLang server answers at {url} within {limit:g} s; start it first")
 
 
 def _descendants(pid: int) -> list[psutil.Process]:

@@ -48,7 +48,7 @@ class WeightStore:
     machine is made at the same `place` (default: the system's temporary directory)."""
 
     def __init__(self, checkpoint: str, place: str | None = None) -> None:
-        parent = Path(place or tempfile.gettempdir())
+        parent = Path(place or tempfile.gettempdir()).resolve()  # a server may stand in another directory
         parent.mkdir(parents=True, exist_ok=True)
         machine = socket.gethostname()
         for left in parent.glob(f"{PREFIX}*@{machine}@*"):
