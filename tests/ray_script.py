@@ -76,7 +76,7 @@ def main(launcher: str, directory: str, fault: str = "") -> None:
     except ZeroDivisionError as error:
         if fault != "swallow":
             raise
-        print(f"the command line saw {error!r} {error.__notes__}", file=sys.stderr)
+        print(f"the command line saw {error!r} {getattr(error, '__notes__', [])}", file=sys.stderr)
         sys.exit(1)
     seen = {
         "weight": module.layer.weight.tolist(),
