@@ -93,7 +93,7 @@ def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
     )
     for flag, text in (
         ("--print-config", "print the resolved YAML, which runs again to the same, and exit"),
-        ("--dry-run", "check everything, print the plan (layout, batches, memory) and exit"),
+        ("--dry-run", "check the options, print the plan (layout, batches, memory) and exit; reads no data"),
         ("--debug-traceback", "print the traceback of a failure, not only its message"),
     ):
         parser.add_argument(flag, action="store_true", default=False, help=text)
