@@ -40,10 +40,10 @@ demo: setup
 	@echo "Most of the gain: the model now works in steps (outputs/tiny_ppo/samples.jsonl shows answers of every rollout)."
 
 test: setup
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not slow"
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 test-all: setup
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 lint: setup
 	$(PY) -m ruff check .

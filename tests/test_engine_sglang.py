@@ -35,7 +35,6 @@ from tests.sglang_fixtures import (
     weights,
 )
 
-pytestmark = pytest.mark.xdist_group("sglang")  # one worker, so that one server serves them all
 slow = pytest.mark.slow
 
 sglang_checkpoint, sglang_engine = fixtures.sglang_checkpoint, fixtures.sglang_engine

@@ -68,14 +68,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.xdist_group("tiny_ppo")
 def test_the_recipe_improves_its_reward(trained: Path) -> None:
     seen = rewards(trained / "outputs" / "tiny_ppo")
     assert len(seen) == ROLLOUTS
     assert mean(seen[-3:]) > mean(seen[:3]) + 0.1, seen
 
 
-@pytest.mark.xdist_group("tiny_ppo")
 def test_the_first_example_of_the_readme_trains_after_the_demo(trained: Path) -> None:
     run_ranks(readme_example, 1, trained, group=False, timeout=120)
     seen = rewards(trained / "outputs" / "short")
