@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from ppo_lightning.engines.base import EngineError
+from ppo_lightning.engines.base import Engine, EngineError
 from ppo_lightning.engines.sglang import SGLangEngine
 from ppo_lightning.engines.sglang_checksums import Layout, differing
 from ppo_lightning.samples import Sample, Status
@@ -53,6 +54,14 @@ class TestContract(EngineContract):
     @pytest.fixture(scope="class")
     def raw_engine(self, sglang_engine: SGLangEngine) -> SGLangEngine:
         return sglang_engine
+
+    @slow  # a server's start more
+    def test_server_death_loses_no_sample(self, engine: Engine, model: PreTrainedModel) -> None:
+        super().test_server_death_loses_no_sample(engine, model)
+
+    @slow
+    def test_draws_follow_the_distribution(self, engine: Engine, model: PreTrainedModel) -> None:
+        super().test_draws_follow_the_distribution(engine, model)
 
     def kill_server_at_work(self, engine: SGLangEngine, running: Future[list[Sample]]) -> None:
         wait_until_at_work(engine, running)
