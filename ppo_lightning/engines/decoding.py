@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ppo_lightning.engines.base import SamplingParams
+from ppo_lightning.engines.dense import Cache as DenseCache
 from ppo_lightning.engines.dense import DenseDecoder
 from ppo_lightning.engines.sampling import draw
 
@@ -221,56 +222,25 @@ class _Dense:
     """The next step without the modules; room for every token is there from the start."""
 
     decoder: DenseDecoder
-    keys: list[Tensor]  # [b, g, room, d] of each layer
-    values: list[Tensor]
-    length: int  # tokens in the cache
-    logits: Tensor
-    positions: Tensor | None  # [b] of the last token, where prompts are padded; else it is length - 1
-    filled: Tensor | None  # [b, room]
+    cache: DenseCache
     angles: tuple[Tensor, Tensor]
+    logits: Tensor
 
     @classmethod
     def of(cls, decoder: DenseDecoder, read: _Modules, place: Tensor, steps: int) -> _Dense:
         """`place` [b]: which of the prompts read a row has."""
         layers: Any = read.cache.layers
         length = layers[0].keys.shape[-2]
-        places = []
-        for kind in ("keys", "values"):
-            _, groups, _, width = getattr(layers[0], kind).shape
-            room = [read.logits.new_empty(len(place), groups, length + steps, width) for _ in layers]
-            for mine, layer in zip(room, layers):
-                mine[:, :, :length] = getattr(layer, kind)[place]
-            places.append(room)
-        positions = filled = None
-        if read.filled is not None:
-            positions = read.positions[place, 0]
-            filled = F.pad(read.filled[place], (0, steps), value=True)
-        decoder.refresh()
-        angles = decoder.angles(length + steps)
-        return cls(decoder, *places, length, read.logits[place], positions, filled, angles)
+        starts = length - 1 - read.positions[place, 0]
+        keys, values = [x.keys[place] for x in layers], [x.values[place] for x in layers]
+        cache = decoder.cache(keys, values, starts, steps)
+        return cls(decoder, cache, decoder.angles(length + steps), read.logits[place])
 
     def keep(self, rows: Tensor) -> None:
-        for caches in (self.keys, self.values):
-            caches[:] = [self._kept(x, rows) for x in caches]
-        if self.positions is not None and self.filled is not None:
-            self.positions, self.filled = self.positions[rows], self.filled[rows]
-
-    def _kept(self, cache: Tensor, rows: Tensor) -> Tensor:
-        kept = cache.new_empty(len(rows), *cache.shape[1:])
-        kept[:, :, : self.length] = cache[rows, :, : self.length]
-        return kept
+        self.cache.keep(rows)
 
     def advance(self, token: Tensor) -> None:
-        cos, sin = self.angles
-        t, mask = self.length, None
-        if self.positions is None or self.filled is None:
-            cos, sin = cos[t : t + 1], sin[t : t + 1]
-        else:
-            self.positions += 1
-            cos, sin = cos[self.positions], sin[self.positions]
-            mask = self.filled[:, None, None, : t + 1]
-        self.logits = self.decoder.step(token, cos, sin, self.keys, self.values, t, mask)
-        self.length = t + 1
+        self.logits = self.decoder.step(token, self.cache, self.angles)
 
 
 def _prefill_mask(filled: Tensor) -> Tensor:

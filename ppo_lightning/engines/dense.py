@@ -1,42 +1,50 @@
-"""Decode steps of dense Llama-like models: the arithmetic of transformers' modules in about twenty calls a
-layer.
+"""Decoding of dense Llama-like models without their modules: a step is one call of compiled loops
+(`ppo_lightning.engines.loops`).
 
-    b  rows at work    h  hidden size    n, g  heads of queries, of keys    d  head dimension
-    t  tokens in the cache
-Weights that multiply the same input lie side by side (q, k, v; gate, up) and are one product; the modules'
-own parameters become views of them, so that a weight update reaches both. Keys and values have room for the
-longest response from the start.
+    b  rows at work    l  layers    g  heads of keys    d  head dimension    t  tokens in the cache
+    V  vocabulary
+Weights of a kind lie in one piece, layer after layer, and so do those that multiply the same input (q, k, v;
+gate, up); the modules' own parameters become views of them, so that a weight update reaches both. Keys and
+values have room for the longest response from the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ppo_lightning.compiled import spread
+from ppo_lightning.engines import loops
+
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
 ROPE_TYPES = ("default", "linear", "llama3")  # whose frequencies do not depend on the length
-HEAD_ELEMENTS = 2**18  # of the output head in one product: what stays in a core's cache beside a few rows
 
 
 @dataclass(slots=True)
-class _Layer:
-    """Weights of one layer; `joint_norm` [n + g, d] is that of queries and keys, head by head."""
+class Cache:
+    """What has been read of every row. A row sees the tokens from `starts` to the last."""
 
-    norm: Any
-    qkv: tuple[Tensor, Tensor | None]
-    q_norm: Any
-    k_norm: Any
-    output: tuple[Tensor, Tensor | None]
-    mlp_norm: Any
-    gate_up: tuple[Tensor, Tensor | None]
-    down: tuple[Tensor, Tensor | None]
-    joint_norm: Tensor | None = None
+    keys: Tensor  # [l, b, g, room, d]
+    values: Tensor
+    starts: Tensor  # [b] int64, of the first token: where prompts have unlike lengths, short ones begin later
+    length: int  # tokens in the cache
+
+    def keep(self, rows: Tensor) -> None:
+        """Only these rows."""
+        self.keys, self.values = self._kept(self.keys, rows), self._kept(self.values, rows)
+        self.starts = self.starts[rows]
+
+    def _kept(self, whole: Tensor, rows: Tensor) -> Tensor:
+        kept = whole.new_empty(whole.size(0), len(rows), *whole.shape[2:])
+        for to, layer in zip(kept, whole):
+            to[:, :, : self.length] = layer[rows, :, : self.length]
+        return kept
 
 
 class DenseDecoder:
@@ -44,103 +52,97 @@ class DenseDecoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         config: Any = model.config
+        inner: Any = model.model
         self.model: Any = model
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.eps = config.rms_norm_eps
-        self.layers = [self._layer(layer) for layer in self.model.model.layers]
+        attentions, mlps = [x.self_attn for x in inner.layers], [x.mlp for x in inner.layers]
+        kinds = (
+            [(a.q_proj, a.k_proj, a.v_proj) for a in attentions],
+            [(a.o_proj,) for a in attentions],
+            [(m.gate_proj, m.up_proj) for m in mlps],
+            [(m.down_proj,) for m in mlps],
+        )
+        self.products = [_stacked([[part.weight for part in layer] for layer in kind]) for kind in kinds]
+        biases = [_stacked([[part.bias for part in layer] for layer in kind]) for kind in kinds]
+        layer_norms = [[x.input_layernorm.weight, x.post_attention_layernorm.weight] for x in inner.layers]
+        norms = _in_one([*(w for pair in layer_norms for w in pair), inner.norm.weight])
+        self.norms = norms.view(-1, config.hidden_size)
+        head_norms = [
+            [a.q_norm.weight, a.k_norm.weight] if hasattr(a, "q_norm") else [None] for a in attentions
+        ]
+        self.head_norms = _stacked(head_norms).view(len(attentions), -1, self.width)
+        self._weights = (
+            *map(_array, (inner.embed_tokens.weight, model.lm_head.weight, self.norms, self.head_norms)),
+            np.float32(config.rms_norm_eps),
+            tuple(map(_array, self.products)),
+            tuple(map(_array, biases)),
+        )
+        self._work: tuple[np.ndarray, ...] = ()
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
         """Whether this module knows the architecture, and computes as the model would: in fp32, on a
-        processor."""
+        processor, every token seeing all before it."""
         config: Any = model.config
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         known = config.model_type in MODEL_TYPES and rope in ROPE_TYPES and config.hidden_act == "silu"
-        return known and model.dtype == torch.float32 and model.device.type == "cpu"
+        full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        return known and full and model.dtype == torch.float32 and model.device.type == "cpu"
 
-    def _layer(self, layer: Any) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        return _Layer(
-            layer.input_layernorm.weight,
-            _joined(attention.q_proj, attention.k_proj, attention.v_proj),
-            getattr(attention, "q_norm", None),
-            getattr(attention, "k_norm", None),
-            _joined(attention.o_proj),
-            layer.post_attention_layernorm.weight,
-            _joined(mlp.gate_proj, mlp.up_proj),
-            _joined(mlp.down_proj),
-        )
+    def cache(self, keys: Sequence[Tensor], values: Sequence[Tensor], starts: Tensor, steps: int) -> Cache:
+        """Keys and values [b, g, t, d] of each layer, with room for `steps` more tokens."""
+        rows, groups, length, width = keys[0].shape
+        rooms = []
+        for kind in (keys, values):
+            room = keys[0].new_empty(len(kind), rows, groups, length + steps, width)
+            for to, read in zip(room, kind):
+                to[:, :, :length] = read
+            rooms.append(room)
+        return Cache(*rooms, starts, length)
 
     def angles(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [length, 1, d] of all positions; the sign of the rotation is in sin."""
+        """cos and sin [length, d] of all positions."""
         positions = torch.arange(length, device=self.model.device)[None]
         cos, sin = self.model.model.rotary_emb(self.model.lm_head.weight, positions)
-        half = self.width // 2
-        signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
-        return cos[0, :, None], signed[:, None]
+        return cos[0].contiguous(), sin[0].contiguous()
 
-    def step(
-        self,
-        token: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        t: int,
-        mask: Tensor | None,
-    ) -> Tensor:
-        """Logits [b, V] after `token` [b], the t-th of the cache. keys, values: [b, g, room, d] of each
-        layer; cos, sin: [b, 1, d] of its position; mask: [b, 1, 1, t + 1] of what is seen, None: all."""
-        x = F.embedding(token, self.model.model.embed_tokens.weight)
-        rows, hidden, n, g, d = x.size(0), x.shape[1:], self.heads, self.groups, self.width
-        for layer, key, value in zip(self.layers, keys, values):
-            y = F.linear(F.rms_norm(x, hidden, layer.norm, self.eps), *layer.qkv).view(rows, n + 2 * g, d)
-            both, new = y.split((n + g, g), 1)
-            if layer.joint_norm is not None:
-                both = F.rms_norm(both, (d,), None, self.eps).mul_(layer.joint_norm)
-            query, turned = (both * cos).addcmul_(both.roll(d // 2, -1), sin).split((n, g), 1)
-            key.select(2, t).copy_(turned)
-            value.select(2, t).copy_(new)
-            attended = F.scaled_dot_product_attention(
-                query.view(rows, g, n // g, d),  # a key head's queries stand as its rows
-                key.narrow(2, 0, t + 1),
-                value.narrow(2, 0, t + 1),
-                attn_mask=mask,
-            )
-            x = F.linear(attended.reshape(rows, n * d), *layer.output).add_(x)
-            gate, up = F.linear(F.rms_norm(x, hidden, layer.mlp_norm, self.eps), *layer.gate_up).chunk(2, -1)
-            x = F.linear(F.silu(gate).mul_(up), *layer.down).add_(x)
-        return self._logits(F.rms_norm(x, hidden, self.model.model.norm.weight, self.eps))
+    def step(self, token: Tensor, cache: Cache, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Logits [b, V] after `token` [b], which joins the cache; the next step overwrites them."""
+        rows, t = len(token), cache.length
+        padded = -(-rows // loops.ROWS) * loops.ROWS
+        work = self._buffers(padded)
+        seen = tuple(map(_array, (cache.keys, cache.values, cache.starts, *angles)))
+        arguments = (_array(token), self._weights, seen, work, t)
+        spread(loops.step, padded, *arguments, multiple=loops.ROWS)
+        cache.length = t + 1
+        return torch.from_numpy(work[-1])[:rows]
 
-    def refresh(self) -> None:
-        """To be called before a generation: what is made of weights that an update writes."""
-        for layer in self.layers:
-            if layer.q_norm is not None:
-                counts = (self.heads, self.groups)
-                norms = [p.weight.expand(c, -1) for p, c in zip((layer.q_norm, layer.k_norm), counts)]
-                layer.joint_norm = torch.cat(norms)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        """The head in pieces: a product of few rows with so many columns is slow as a whole."""
-        weight = self.model.lm_head.weight
-        piece = max(64, HEAD_ELEMENTS // weight.size(1))
-        logits = x.new_empty(x.size(0), weight.size(0))
-        for out, part in zip(logits.split(piece, 1), weight.split(piece)):
-            torch.mm(x, part.t(), out=out)
-        return logits
+    def _buffers(self, rows: int) -> tuple[np.ndarray, ...]:
+        """What `loops.step` works in, for at least so many rows."""
+        if not self._work or len(self._work[0]) < rows:
+            hidden, both = self.norms.size(-1), self.products[2].size(1)
+            shapes = [
+                *((hidden,), (hidden,), (self.heads + 2 * self.groups, self.width)),
+                *((self.heads, self.width), (both,), (both // 2,), (self._weights[1].shape[0],)),
+            ]
+            self._work = tuple(np.zeros((rows, *shape), np.float32) for shape in shapes)
+        return self._work
 
 
-def _joined(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of layers of the same input, in one piece. The weight is stored input by input, so
-    that a product of few rows reads it from one end to the other."""
-    weight = _in_one([layer.weight for layer in linears], lambda whole: whole.t().contiguous().t())
-    biases = [layer.bias for layer in linears]
-    return weight, None if biases[0] is None else _in_one(biases, lambda whole: whole)
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().numpy()
 
 
-def _in_one(parts: Sequence[nn.Parameter], stored: Callable[[Tensor], Tensor]) -> Tensor:
-    whole = stored(torch.cat([p.data for p in parts]))
+def _stacked(layers: Sequence[Sequence[nn.Parameter | None]]) -> Tensor:
+    """[l, n, ...] of each layer's parameters, one below the other; [l, 0] where there are none."""
+    parts = [part for layer in layers for part in layer if part is not None]
+    return _in_one(parts).unflatten(0, (len(layers), -1)) if parts else torch.zeros(len(layers), 0)
+
+
+def _in_one(parts: Sequence[nn.Parameter]) -> Tensor:
+    """All below each other; the parameters become views."""
+    whole = torch.cat([p.data for p in parts])
     for parameter, view in zip(parts, whole.split([p.size(0) for p in parts])):
         parameter.data = view
     return whole

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ppo_lightning.compiled import spread
+from ppo_lightning.engines import loops
 from ppo_lightning.engines.base import SamplingParams
 
 _GOLDEN, _MIX1, _MIX2 = (
@@ -38,18 +40,30 @@ def draw(logits: Tensor, uniform: Tensor, params: SamplingParams) -> tuple[Tenso
     if params.temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+    whole = params.top_p >= 1 and not 0 < params.top_k < logits.shape[-1]
+    if whole and logits.device.type == "cpu" and logits.dtype == torch.float32:
+        return _drawn(logits, uniform, params.temperature)
     scaled = logits if params.temperature == 1 else logits / params.temperature
     top = scaled.amax(-1, keepdim=True)
     weights = (scaled - top).exp_()
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
-    if params.top_p < 1 or 0 < params.top_k < logits.shape[-1]:
+    if not whole:
         cumulative = _nucleus(weights, params).cumsum(-1)
     # never rounds up to the end: `uniform` is at most 1 - 2**-24, and what that takes off is over half an ulp
     target = uniform[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)
     logprobs = scaled.gather(-1, tokens) - top - total.log()
     return tokens[:, 0], logprobs[:, 0]
+
+
+def _drawn(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The same in one compiled loop."""
+    tokens = torch.empty(len(logits), dtype=torch.long)
+    logprobs = torch.empty(len(logits))
+    arrays = (logits.numpy(), uniform.contiguous().numpy(), temperature, tokens.numpy(), logprobs.numpy())
+    spread(loops.draw, len(logits), *arrays)
+    return tokens, logprobs
 
 
 def _nucleus(weights: Tensor, params: SamplingParams) -> Tensor:

@@ -1,0 +1,88 @@
+"""Loops over floats that numba compiles for this processor, and what they share.
+
+Compiled code is kept beside the file of its function (or in numba's cache directory, where that cannot be
+written) and made anew when that file changes; after a change of this one, remove the others' `__pycache__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+# sums may be taken in any order, as in every matrix product; NaN and infinity mean what they always do
+loop = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+_exact = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+
+
+def spread(function: Callable[..., Any], rows: int, *arguments: Any, multiple: int = 1) -> None:
+    """function(*arguments, low, high) for all rows, shared among as many threads as torch would use; each
+    takes a multiple of `multiple` rows."""
+    threads = torch.get_num_threads()
+    share = -(-rows // multiple // threads) * multiple
+    if threads == 1 or share >= rows:
+        function(*arguments, 0, rows)
+        return
+    lows = range(0, rows, share)
+    list(_pool(threads).map(lambda low: function(*arguments, low, min(low + share, rows)), lows))
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="compiled")
+
+
+@intrinsic
+def prefetch(typing: Any, array: Any, i: Any, k: Any) -> Any:
+    """Ask for the cache line of array[i, k], a float32 [n, k] without gaps."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        whole = context.make_array(signature.args[0])(context, builder, args[0])
+        width = cgutils.unpack_tuple(builder, whole.shape)[1]
+        place = builder.gep(whole.data, [builder.add(builder.mul(args[1], width), args[2])])
+        word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [builder.bitcast(place, byte), word(0), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, i, k), emit
+
+
+@intrinsic
+def _power_of_two(typing: Any, exponent: Any) -> Any:
+    """2 ** exponent of a whole float32 between -126 and 127."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        biased = builder.add(builder.fptosi(args[0], word), word(127))
+        return builder.bitcast(builder.shl(biased, word(23)), ir.FloatType())
+
+    return types.float32(exponent), emit
+
+
+@_exact
+def exp(x):  # type: ignore[no-untyped-def]
+    """e ** x in float32, to 2 units in the last place (Cephes' polynomial); 0 below -87. A loop over it is
+    vectorised, which a call of the C library's would prevent."""
+    nothing = x < np.float32(-87.0)
+    x = np.float32(-87.0) if nothing else x
+    x = np.float32(88.0) if x > np.float32(88.0) else x
+    whole = x * np.float32(1.44269504088896341) + np.float32(12582912.0)  # adding 1.5 * 2**23 rounds
+    whole = whole - np.float32(12582912.0)
+    x = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
+    y = np.float32(1.9875691500e-4) * x + np.float32(1.3981999507e-3)
+    y = y * x + np.float32(8.3334519073e-3)
+    y = y * x + np.float32(4.1665795894e-2)
+    y = y * x + np.float32(1.6666665459e-1)
+    y = y * x + np.float32(5.0000001201e-1)
+    y = (y * x * x + x + np.float32(1.0)) * _power_of_two(whole)
+    return np.float32(0) if nothing else y
