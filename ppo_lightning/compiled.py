@@ -6,6 +6,7 @@ written) and made anew when that file changes; after a change of this one, remov
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -38,6 +39,9 @@ def spread(function: Callable[..., Any], rows: int, *arguments: Any, multiple: i
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="compiled")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not live on in a forked rank
 
 
 @intrinsic
