@@ -142,12 +142,15 @@ def decode(
         if ending.any():
             lengths[rows[ending]], ended[rows[ending]] = step + 1, over[ending]
             done |= ending
-        kept = (~done).nonzero()[:, 0]
-        if len(kept) == 0 or aborted():
+            kept = (~done).nonzero()[:, 0]
+            if len(kept) == 0:
+                break
+            if len(kept) <= (1 - DROPPED) * len(rows):
+                rows, limit, draws, done = rows[kept], limit[kept], draws[:, kept], done[kept]
+                token = token[kept]
+                state.keep(kept)
+        if aborted():
             break
-        if len(kept) <= (1 - DROPPED) * len(rows):
-            rows, limit, token, draws, done = rows[kept], limit[kept], token[kept], draws[:, kept], done[kept]
-            state.keep(kept)
         state.advance(token)
     lengths[rows[~done]] = step + 1
     sizes, flags = lengths.tolist(), ended.tolist()
