@@ -1,8 +1,8 @@
-"""One PPO rollout and step of a random Qwen3, phase by phase: seconds, tokens a second, share of the matmul
+"""One PPO rollout and step of a random model, phase by phase: seconds, tokens a second, share of the matmul
 peak, memory.
 
-    python -m benchmarks.step [--cases S M L] [--steps 4] [--threads 1] [--ranks 1 --layout dp|pp] [--json]
-    [FLAGS ...]
+    python -m benchmarks.step [--cases S M L SmolLM2] [--steps 4] [--threads 1] [--ranks 1 --layout dp|pp]
+    [--json] [FLAGS ...]
 
 fp32, one epoch, one optimizer step, no KL, no end of sequence. Seconds are those of the processor, wall-clock
 seconds stand beside them; the median of the steps after the first. Further flags go into the configuration,
@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks._cases import CASES, Case, write
+from benchmarks._cases import STEP_CASES, Case, write
 
 ROLES = {"critic": "old values", "actor": "old log-probs", "reference": "reference"}
 PHASES = (
@@ -150,9 +150,10 @@ def options(case: Case, directory: Path, steps: int, ranks: int, layout: str) ->
         normalize_advantages=True,
         num_rollout=steps + 2,
         rollout_batch_size=case.batch,
+        n_samples_per_prompt=case.samples,
         num_steps_per_rollout=1,
         rollout_max_response_len=case.response,
-        micro_batch_size=case.batch // 8 if pipeline else case.batch // ranks,
+        micro_batch_size=case.sequences // 8 if pipeline else case.sequences // ranks,
         lr=1e-3,
         output_dir=str(directory / "out"),
         use_tensorboard=False,
@@ -167,7 +168,7 @@ def worker(given: argparse.Namespace) -> None:
     torch.set_num_threads(given.threads)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     before = matmul_peak(given.threads, 1.0)[0] if rank == 0 else 0.0
-    result = run(CASES[given.worker], given.steps, given.flags, given.ranks, given.layout)
+    result = run(STEP_CASES[given.worker], given.steps, given.flags, given.ranks, given.layout)
     if rank == 0:
         result["peak"] = max(before, matmul_peak(given.threads, 1.0)[0])
         print(json.dumps(result), flush=True)
@@ -225,13 +226,13 @@ def table(case: Case, result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--cases", nargs="+", default=list(STEP_CASES), choices=list(STEP_CASES))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--layout", choices=["dp", "pp"], default="dp")
     parser.add_argument("--json", action="store_true", help="one JSON object a case")
-    parser.add_argument("--worker", choices=list(CASES), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=list(STEP_CASES), help=argparse.SUPPRESS)
     given, given.flags = parser.parse_known_args()
     if given.worker:
         return worker(given)
@@ -241,7 +242,7 @@ def main() -> None:
         print(
             json.dumps({"case": name, **result})
             if given.json
-            else f"-- {name}\n{table(CASES[name], result)}",
+            else f"-- {name}\n{table(STEP_CASES[name], result)}",
             flush=True,
         )
 
