@@ -7,12 +7,14 @@ PPO_LIGHTNING_TRACEBACK=1.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -186,6 +188,20 @@ def _recipe_callbacks(config: PPOConfig) -> list[Callback]:
     return recipe.callbacks() if recipe and hasattr(recipe, "callbacks") else []
 
 
+@contextmanager
+def _quick_imports() -> Iterator[None]:
+    """Without the garbage collector, which takes a fifth of the time: it walks through the new objects, a
+    million that all stay, again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+            gc.freeze()
+
+
 def _fit(argv: Sequence[str], guard: Guard) -> None:
     arguments = _parse(
         "fit", argv, guard, "Train with PPO. The same command again goes on from the last checkpoint."
@@ -203,8 +219,9 @@ def _fit(argv: Sequence[str], guard: Guard) -> None:
     from ppo_lightning.launchers.ranks import started_early
 
     with started_early(resolved):
-        callbacks = _recipe_callbacks(config) if callbacks is None else callbacks
-        from ppo_lightning.run import fit
+        with _quick_imports():
+            callbacks = _recipe_callbacks(config) if callbacks is None else callbacks
+            from ppo_lightning.run import fit
 
         fit(config, callbacks)
 
@@ -219,8 +236,9 @@ def _evaluate(argv: Sequence[str], guard: Guard) -> None:
     from ppo_lightning.launchers.ranks import started_early
 
     with started_early(resolved):
-        callbacks = _recipe_callbacks(arguments.config)
-        from ppo_lightning.run import evaluate
+        with _quick_imports():
+            callbacks = _recipe_callbacks(arguments.config)
+            from ppo_lightning.run import evaluate
 
         evaluate(arguments.config, callbacks)
 
