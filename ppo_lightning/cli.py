@@ -7,12 +7,14 @@ PPO_LIGHTNING_TRACEBACK=1.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -20,9 +22,11 @@ from typing import TYPE_CHECKING
 from ppo_lightning import __version__
 from ppo_lightning.checks import check_files, load_functions, visible_gpus
 from ppo_lightning.config import ConfigError, PPOConfig
+from ppo_lightning.conversion import conversion_problems, parse_conversion
 from ppo_lightning.derive import output_dir
 from ppo_lightning.failures import Guard, describe, line_in
-from ppo_lightning.flags import Arguments, Parser, parse
+from ppo_lightning.flags import Arguments, parse
+from ppo_lightning.launchers.rank_errors import shown_by_first_rank
 from ppo_lightning.option import unknown
 
 if TYPE_CHECKING:
@@ -56,7 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     _importable(os.getcwd())
     guard = Guard(argv[0])
-    return guard.run(lambda: command(argv[1:], guard))
+
+    def run() -> None:
+        with shown_by_first_rank():
+            command(argv[1:], guard)
+
+    return guard.run(run)
 
 
 def run_recipe(recipe: ModuleType | str, argv: Sequence[str] | None = None) -> int:
@@ -164,17 +173,33 @@ def _warn(warnings: Sequence[str]) -> None:
         print(f"warning: {warning}", file=sys.stderr)
 
 
-def _checked(arguments: Arguments, command: str) -> None:
-    """Raise ConfigError for all that can be seen before torch is imported. The run itself resolves again."""
+def _checked(arguments: Arguments, command: str) -> PPOConfig:
+    """The resolved configuration. Raises ConfigError for all that can be seen before torch is imported. The
+    run itself resolves again."""
     config, _ = _resolved(arguments.config, command)
     problems = check_files(config, command)
     if problems:
         raise ConfigError(problems)
+    return config
 
 
 def _recipe_callbacks(config: PPOConfig) -> list[Callback]:
     recipe = load_recipe(config.recipe) if config.recipe else None
     return recipe.callbacks() if recipe and hasattr(recipe, "callbacks") else []
+
+
+@contextmanager
+def _quick_imports() -> Iterator[None]:
+    """Without the garbage collector, which takes a fifth of the time: it walks through the new objects, a
+    million that all stay, again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+            gc.freeze()
 
 
 def _fit(argv: Sequence[str], guard: Guard) -> None:
@@ -183,17 +208,22 @@ def _fit(argv: Sequence[str], guard: Guard) -> None:
     )
     if _shown(arguments, "fit"):
         return
-    _checked(arguments, "fit")
-    config = arguments.config
-    callbacks = _recipe_callbacks(config)
+    resolved, config = _checked(arguments, "fit"), arguments.config
     scored = (
         config.reward.rm_type or config.reward.custom_rm_path or config.rollout.custom_generate_function_path
     )
-    if not (scored or callbacks or config.debug.load_debug_rollout_data):
+    # a recipe's callbacks import torch, most of them: unless all hangs on them, the other ranks start first
+    callbacks = None if scored or config.debug.load_debug_rollout_data else _recipe_callbacks(config)
+    if callbacks is not None and not callbacks:
         raise ConfigError("nothing scores the responses: give --rm-type or --custom-rm-path")
-    from ppo_lightning.run import fit
+    from ppo_lightning.launchers.ranks import started_early
 
-    fit(config, callbacks)
+    with started_early(resolved):
+        with _quick_imports():
+            callbacks = _recipe_callbacks(config) if callbacks is None else callbacks
+            from ppo_lightning.run import fit
+
+        fit(config, callbacks)
 
 
 def _evaluate(argv: Sequence[str], guard: Guard) -> None:
@@ -202,10 +232,15 @@ def _evaluate(argv: Sequence[str], guard: Guard) -> None:
     )
     if _shown(arguments, "evaluate"):
         return
-    _checked(arguments, "evaluate")
-    from ppo_lightning.run import evaluate
+    resolved = _checked(arguments, "evaluate")
+    from ppo_lightning.launchers.ranks import started_early
 
-    evaluate(arguments.config, _recipe_callbacks(arguments.config))
+    with started_early(resolved):
+        with _quick_imports():
+            callbacks = _recipe_callbacks(arguments.config)
+            from ppo_lightning.run import evaluate
+
+        evaluate(arguments.config, callbacks)
 
 
 def _prepare(argv: Sequence[str], guard: Guard) -> None:
@@ -243,48 +278,9 @@ def _report(argv: Sequence[str], guard: Guard) -> None:
 
 
 def _convert(argv: Sequence[str], guard: Guard) -> None:
-    parser = Parser(
-        prog="ppo-lightning convert",
-        description="Convert a model's weights; works on CPU.",
-        allow_abbrev=False,
-    )
-    formats = ("hf", "torch_dist")
-    parser.add_argument("--from", dest="source_format", choices=formats, required=True)
-    parser.add_argument("--to", dest="target_format", choices=formats, required=True)
-    parser.add_argument("--source", required=True, metavar="DIR", help="what is read")
-    parser.add_argument("--target", required=True, metavar="DIR", help="what is written")
-    parser.add_argument(
-        "--hf-checkpoint", metavar="DIR", help="architecture and tokenizer, for --from torch_dist"
-    )
-    for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
-        parser.add_argument(name, type=int, default=1, metavar="N", help="layout of the checkpoint")
-    parser.add_argument("--debug-traceback", action="store_true", help="print the traceback of a failure")
-    known = [flag for action in parser._actions for flag in action.option_strings]
-    strange = [
-        flag for token in argv if (flag := token.partition("=")[0]).startswith("--") and flag not in known
-    ]
-    if strange:
-        raise ConfigError([unknown(flag, known, "flag") for flag in strange])
-    given = vars(parser.parse_args(argv))
+    given = parse_conversion(argv)
     guard.debug_traceback |= given.pop("debug_traceback")
-    source = Path(given["source"])
-    problems = []
-    if not source.is_dir():
-        problems.append(f"--source {source} is no directory")
-    if given["source_format"] == given["target_format"]:
-        problems.append(f"--from and --to are both {given['target_format']}; give one hf and one torch_dist")
-    if given["source_format"] == "torch_dist" and not (
-        given["hf_checkpoint"] or (source / "config.json").is_file()
-    ):
-        problems.append(
-            "--from torch_dist needs --hf-checkpoint: a directory with config.json and the tokenizer"
-        )
-    problems += [
-        f"{flag} {given[name]}: must be at least 1"
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-        if given[name] < 1 and (flag := "--" + name.replace("_", "-"))
-    ]
-    if problems:
+    if problems := conversion_problems(given):
         raise ConfigError(problems)
     from ppo_lightning.megatron.convert import convert
 

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import ppo_lightning.run  # noqa: F401  (imported for the children, as all that follows)
 from ppo_lightning import cli
-from ppo_lightning.launchers import local
+from ppo_lightning.launchers import ranks
 from tests.distributed.ranks import PR_SET_PDEATHSIG, _forget_groups
 
 _LAZY = (
@@ -136,7 +136,7 @@ def _run_command(argv: Sequence[str], prepare: Prepare) -> NoReturn:
 
         return Forked(follower)
 
-    local.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
+    ranks.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
         Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )
     prepare(rank)

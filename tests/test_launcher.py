@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -179,11 +180,16 @@ def test_ctrl_c_ends_all(started: Started, whole_group: bool) -> None:
     assert gone(pids)
 
 
-def test_a_taken_port_is_named(folder: Path) -> None:
+@contextmanager
+def taken_port() -> Iterator[str]:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
+        yield str(taken.getsockname()[1])
+
+
+def test_a_taken_port_is_named(folder: Path) -> None:
+    with taken_port() as port:
         done = run(folder, sys.executable, "job.py", "ok", MASTER_PORT=port)
     assert done.returncode == 1
     assert f"MASTER_PORT={port} is taken" in done.stderr
