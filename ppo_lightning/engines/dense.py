@@ -122,11 +122,12 @@ class DenseDecoder:
         """What `loops.step` works in, for at least so many rows."""
         if not self._work or len(self._work[0]) < rows:
             hidden, both = self.norms.size(-1), self.products[2].size(1)
-            shapes = [
-                *((hidden,), (hidden,), (self.heads + 2 * self.groups, self.width)),
-                *((self.heads, self.width), (both,), (both // 2,), (self._weights[1].shape[0],)),
-            ]
-            self._work = tuple(np.zeros((rows, *shape), np.float32) for shape in shapes)
+            heads = (self.heads + 2 * self.groups, self.heads)
+            joint, attended = (np.zeros((rows, n, self.width), np.float32) for n in heads)
+            flat = (joint.reshape(rows, -1), attended.reshape(rows, -1))
+            sizes = (hidden, hidden, both, both // 2, self._weights[1].shape[0])
+            x, y, *rest = (np.zeros((rows, size), np.float32) for size in sizes)
+            self._work = (x, y, joint, attended, *flat, *rest)
         return self._work
 
 

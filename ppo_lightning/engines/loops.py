@@ -89,6 +89,13 @@ def linear(x, w, out, low, high, add):
 
 
 @loop
+def _copy(x, to):
+    """As `to[:] = x`, whose message for unlike lengths takes numba four seconds to compile."""
+    for k in range(x.size):
+        to[k] = x[k]
+
+
+@loop
 def _scale(x, eps):
     """1 / sqrt(mean(x^2) + eps)"""
     total = np.float32(0)
@@ -175,7 +182,7 @@ def _attention(joint, norms, eps, cos, sin, keys, values, starts, t, low, high, 
             to, kind = (x, 0) if head < heads else (keys[i, head - heads, t], 1)
             _turn(x, norms, kind, eps, cos[position], sin[position], to)
         for group in range(groups):
-            values[i, group, t] = joint[i, heads + groups + group]
+            _copy(joint[i, heads + groups + group], values[i, group, t])
             for head in range(group * each, (group + 1) * each):
                 key, value = keys[i, group], values[i, group]
                 _attend(joint[i, head], key, value, starts[i], t + 1, scores, out[i, head])
@@ -205,12 +212,11 @@ def step(tokens, model, cache, work, t, low, high):
     their logits. The tuples are those of `DenseDecoder`."""
     embedding, head, norms, head_norms, eps, products, biases = model
     keys, values, starts, cos, sin = cache
-    x, y, joint, attended, both, act, logits = work
+    x, y, joint, attended, flat, flat_attended, both, act, logits = work
     qkv, output, gate_up, down = products
     qkv_bias, output_bias, gate_up_bias, down_bias = biases
-    flat, flat_attended = joint.reshape(joint.shape[0], -1), attended.reshape(attended.shape[0], -1)
     for i in range(low, min(high, tokens.size)):
-        x[i] = embedding[tokens[i]]
+        _copy(embedding[tokens[i]], x[i])
     layers = qkv.shape[0]
     for layer in range(layers):
         _norm(x, norms[2 * layer], eps, y, low, high)
