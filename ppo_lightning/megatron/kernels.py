@@ -243,3 +243,47 @@ class _FromGrid(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         spread = grad.new_zeros(ctx.cells, *grad.shape[1:])
         return spread.index_copy_(0, ctx.saved_tensors[0], grad), None
+
+
+def softmax_sums(
+    logits: Tensor, targets: Tensor, chosen: Tensor, normalizer: Tensor, entropies: Tensor | None
+) -> None:
+    """Of each row of logits [t, v]: the logit at `targets` -> chosen, log sum exp -> normalizer, and the
+    softmax's entropy -> entropies, all [t]."""
+    if _compiled(logits, normalizer):
+        empty = torch.empty(0) if entropies is None else entropies
+        spread(loops.softmax_sums, len(logits), *_arrays(logits, targets, chosen, normalizer, empty))
+        return
+    logp = torch.log_softmax(logits, 1)
+    torch.gather(logits, 1, targets[:, None], out=chosen[:, None])
+    normalizer.copy_(chosen - logp.gather(1, targets[:, None]).squeeze(1))
+    if entropies is not None:
+        entropies.copy_(-(logp.exp()[:, None, :] @ logp[:, :, None]).flatten())
+
+
+def softmax_slopes(
+    logits: Tensor,
+    targets: Tensor,
+    normalizer: Tensor,
+    slopes: Tensor,
+    entropy_slopes: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+    work: Tensor,
+) -> None:
+    """The gradient of logits [t, v] -> out, for p = exp(logits - normalizer): slopes ([target] - p), and for
+    the entropy H, of (its slopes, H): - slopes p (log p + H). A target may be -1: of none of these columns.
+    `work` is as large and may be the logits."""
+    if _compiled(logits, normalizer):
+        nothing = torch.empty(0)
+        given = (logits, targets, normalizer, slopes, *(entropy_slopes or (nothing, nothing)), out)
+        spread(loops.softmax_slopes, len(logits), *_arrays(*given))
+        return
+    logp = torch.sub(logits, normalizer[:, None], out=out)
+    p = torch.exp(logp, out=work)
+    pulled = slopes[:, None]
+    if entropy_slopes is not None:
+        flat, entropies = (x[:, None] for x in entropy_slopes)
+        pulled = logp.mul_(flat).add_(pulled + flat * entropies)
+    torch.mul(p, pulled, out=out).neg_()
+    pushed = torch.where(targets >= 0, slopes, 0)
+    out.scatter_add_(1, targets.clamp(min=0)[:, None], pushed[:, None])

@@ -2,12 +2,14 @@
 read or written once, and a row stays in the first-level cache from one use to the next.
 
     t  tokens    h  width of a row    f  MLP width
-    g  groups of r queries that share a key and a value    d  head dimension
+    g  groups of r queries that share a key and a value    d  head dimension    v  vocabulary columns
 Arrays are fp32 and without gaps. A weight's gradient is added up in blocks of BLOCK rows, and so does not
 depend on the number of threads.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -119,3 +121,41 @@ def _turn_back(grad, at, cos, sin, i, out):
     for k in range(half):
         out[0, k] = grad[at, k] * cos[i, k] + grad[at, k + half] * sin[i, k]
         out[0, k + half] = grad[at, k + half] * cos[i, k] - grad[at, k] * sin[i, k]
+
+
+@loop
+def softmax_sums(x, targets, chosen, normalizer, entropies, low, high):
+    """As `kernels.softmax_sums`; entropies [t] or [0]."""
+    for i in range(low, high):
+        most, total, weighted = np.float32(-np.inf), np.float32(0), np.float32(0)
+        for k in range(x.shape[1]):
+            most = max(most, x[i, k])
+        if entropies.size:
+            for k in range(x.shape[1]):
+                below = x[i, k] - most
+                weight = exp(below)
+                total += weight
+                weighted += weight * below
+            entropies[i] = math.log(total) - weighted / total
+        else:
+            for k in range(x.shape[1]):
+                total += exp(x[i, k] - most)
+        chosen[i], normalizer[i] = x[i, targets[i]], most + math.log(total)
+
+
+@loop
+def softmax_slopes(x, targets, normalizer, slopes, entropy_slopes, entropies, out, low, high):
+    """As `kernels.softmax_slopes`; entropy_slopes, entropies [t] or [0]."""
+    for i in range(low, high):
+        slope, log_sum = slopes[i], normalizer[i]
+        if entropies.size:
+            flat = entropy_slopes[i]
+            constant = slope + flat * entropies[i]
+            for k in range(x.shape[1]):
+                logp = x[i, k] - log_sum
+                out[i, k] = -exp(logp) * (flat * logp + constant)
+        else:
+            for k in range(x.shape[1]):
+                out[i, k] = -exp(x[i, k] - log_sum) * slope
+        if targets[i] >= 0:
+            out[i, targets[i]] += slope
