@@ -26,11 +26,11 @@ def _compiled(*tensors: Tensor) -> bool:
 
 
 def _arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:
-    return tuple(x.detach().contiguous().numpy() for x in tensors)
+    return tuple((x.detach() if x.requires_grad else x).contiguous().numpy() for x in tensors)
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.detach().reshape(-1, x.size(-1)).contiguous()
+    return x.reshape(-1, x.size(-1)).contiguous()
 
 
 def _blocks(rows: int, *shape: int) -> Tensor:
