@@ -33,9 +33,9 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.size(-1)).contiguous()
 
 
-def _blocks(*shape: int) -> Tensor:
-    """What the loops add up the gradient of weights in: [..., rows, width] in blocks of rows."""
-    return torch.zeros(*shape[:-2], -(-shape[-2] // loops.BLOCK), shape[-1])
+def _blocks(rows: int, *shape: int) -> Tensor:
+    """What the loops add up a weight's gradient in."""
+    return torch.zeros(-(-rows // loops.BLOCK), *shape)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -159,31 +159,26 @@ class _CompiledHeads(torch.autograd.Function):
         ctx: Any, joint: Tensor, eps: float, cos: Tensor, sin: Tensor, *norms: Tensor
     ) -> tuple[Tensor, ...]:
         tokens, groups, kinds, width = joint.shape
-        rows, angles = _rows(joint), (_rows(cos), _rows(sin))
-        outs = [torch.empty(tokens, groups * n, width) for n in (kinds - 2, 1)]
-        scales = [torch.empty(tokens * out.size(1)) for out in outs]
-        weights = norms or (torch.ones(width),) * 2
-        for first, out, weight, scale in zip((0, kinds - 2), outs, weights, scales):
-            taken = (*_arrays(rows), kinds, first, *_arrays(weight[None]), bool(norms), np.float32(eps))
-            spread(loops.turn, tokens, *taken, *_arrays(*angles, _rows(out), scale))
-        ctx.save_for_backward(rows, *angles, *weights, *scales)
+        each, rows, angles = kinds - 2, _rows(joint), (_rows(cos), _rows(sin))
+        weights = torch.stack(norms).detach() if norms else torch.ones(2, width)
+        outs = [torch.empty(tokens, groups * n, width) for n in (each, 1, 1)]
+        scales = torch.empty(tokens * groups * (each + 1))
+        taken = (*_arrays(rows), each, *_arrays(weights), bool(norms), np.float32(eps))
+        spread(loops.heads, tokens, *taken, *_arrays(*angles, *map(_rows, outs), scales))
+        ctx.save_for_backward(rows, weights, scales, *angles)
         ctx.shape, ctx.normed = joint.shape, bool(norms)
-        return *outs, joint[:, :, -1].clone()
+        return tuple(outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, cos, sin, *kept = ctx.saved_tensors
+        rows, weights, scales, cos, sin = ctx.saved_tensors
         tokens, _, kinds, width = ctx.shape
-        grad_joint, grad_norms = torch.empty_like(rows), _blocks(2, tokens, width)
-        arrays, (to,) = _arrays(cos, sin), _arrays(grad_joint)
-        for i, (weight, scale, grad_norm) in enumerate(zip(kept[:2], kept[2:], grad_norms)):
-            taken = (*_arrays(rows), kinds, i * (kinds - 2), *_arrays(weight[None]), ctx.normed)
-            given = (*_arrays(scale), *arrays, *_arrays(_rows(grads[i])), to, *_arrays(grad_norm))
-            spread(loops.turn_backward, tokens, *taken, *given, multiple=loops.BLOCK)
-        grad_joint = grad_joint.view(ctx.shape)
-        grad_joint[:, :, -1] = grads[2]
-        return grad_joint, None, None, None, *(grad_norms.sum(1) if ctx.normed else ())
+        grad_joint, grad_norms = torch.empty_like(rows), _blocks(tokens, 2, width)
+        arrays = _arrays(scales, cos, sin, *map(_rows, grads), grad_joint, grad_norms.view(-1, width))
+        taken = (*_arrays(rows), kinds - 2, *_arrays(weights), ctx.normed)
+        spread(loops.heads_backward, tokens, *taken, *arrays, multiple=loops.BLOCK)
+        return grad_joint.view(ctx.shape), None, None, None, *(grad_norms.sum(0) if ctx.normed else ())
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -31,21 +31,21 @@ def norm(x, weight, eps, out, scales, low, high):
 def norm_backward(x, weight, scales, grad, out, grad_weight, low, high):
     """grad [t, h] -> out [t, h]; adds to grad_weight [blocks, h]. `low` is a multiple of BLOCK."""
     for i in range(low, high):
-        _norm_slope(x, i, weight, scales[i], grad, i, out, grad_weight, i // BLOCK)
+        _norm_slope(x, i, weight, 0, scales[i], grad, i, out, grad_weight, i // BLOCK)
 
 
 @loop
-def _norm_slope(x, i, weight, scale, grad, at, out, grad_weight, block):
+def _norm_slope(x, i, weights, kind, scale, grad, at, out, grad_weights, block):
     """Of y = x s w: out = s (g w) - x s^3 mean(g w x), and the weight wants the sum of g x s. Whole arrays
     and numbers of rows: taking a row costs as much as reading a short one."""
     width, total = x.shape[1], np.float32(0)
     for k in range(width):
         product = grad[at, k] * x[i, k]
-        total += product * weight[0, k]
-        grad_weight[block, k] += product * scale
+        total += product * weights[kind, k]
+        grad_weights[block, k] += product * scale
     along = scale * scale * scale * total / np.float32(width)
     for k in range(width):
-        out[i, k] = grad[at, k] * weight[0, k] * scale - x[i, k] * along
+        out[i, k] = grad[at, k] * weights[kind, k] * scale - x[i, k] * along
 
 
 @loop
@@ -63,61 +63,64 @@ def swiglu_backward(both, grad, out, low, high):
 
 
 @loop
-def turn(joint, kinds, first, weight, normed, eps, cos, sin, out, scales, low, high):
-    """Heads from `first` on of each group, joint [t g kinds, d] -> out [t heads, d] as the model's attention
-    sees them: after their norm (weight [1, d]), if any, and rotary embedding (cos, sin [t, d/2]). scales [t
-    heads]"""
-    groups = joint.shape[0] // (cos.shape[0] * kinds)
-    each = out.shape[0] // (cos.shape[0] * groups)
-    for i in range(low, high):
-        for group in range(i * groups, (i + 1) * groups):
-            for head in range(each):
-                x, row = group * kinds + first + head, group * each + head
-                scale = inverse_rms(joint[x], eps) if normed else np.float32(1)
-                scales[row] = scale
-                _turn(joint, x, scale, weight, cos, sin, i, out, row)
+def heads(joint, each, weights, normed, eps, cos, sin, query, key, value, scales, low, high):
+    """joint [t g (r + 2), d] -> query [t g r, d], key, value [t g, d], as `kernels.rotary_heads`: `each` is
+    r; weights [2, d] of the norms, if `normed`; cos, sin [t, d/2]; scales [t g (r + 1)]"""
+    groups = value.shape[0] // cos.shape[0]
+    for group in range(low * groups, high * groups):
+        i, first = group // groups, group * (each + 2)
+        for head in range(each + 1):
+            scale = inverse_rms(joint[first + head], eps) if normed else np.float32(1)
+            scales[group * (each + 1) + head] = scale
+            if head < each:
+                _turn(joint, first + head, scale, weights, 0, cos, sin, i, query, group * each + head)
+            else:
+                _turn(joint, first + head, scale, weights, 1, cos, sin, i, key, group)
+        for k in range(value.shape[1]):
+            value[group, k] = joint[first + each + 1, k]
 
 
 @loop
-def _turn(x, row, scale, weight, cos, sin, i, out, at):
+def _turn(x, row, scale, weights, kind, cos, sin, i, out, at):
     half = cos.shape[1]
     for k in range(half):
-        first, second = x[row, k] * scale * weight[0, k], x[row, k + half] * scale * weight[0, k + half]
+        first = x[row, k] * scale * weights[kind, k]
+        second = x[row, k + half] * scale * weights[kind, k + half]
         out[at, k] = first * cos[i, k] - second * sin[i, k]
         out[at, k + half] = second * cos[i, k] + first * sin[i, k]
 
 
 @loop
-def turn_backward(joint, kinds, first, weight, normed, scales, cos, sin, grad, out, grad_weight, low, high):
-    """grad [t heads, d] -> those heads of out, as joint; adds to grad_weight [blocks, d]. `low` is a multiple
-    of BLOCK."""
-    groups = joint.shape[0] // (cos.shape[0] * kinds)
-    each = grad.shape[0] // (cos.shape[0] * groups)
-    turned = np.empty((1, grad.shape[1]), np.float32)
-    for i in range(low, high):
-        for group in range(i * groups, (i + 1) * groups):
-            for head in range(each):
-                x, row = group * kinds + first + head, group * each + head
-                _turn_back(grad, row, cos, sin, i, turned)
-                _head_slope(joint, x, weight, normed, scales[row], turned, out, grad_weight, i // BLOCK)
+def heads_backward(
+    joint, each, weights, normed, scales, cos, sin, query, key, value, out, grad_weights, low, high
+):
+    """Gradients of query, key and value -> out, as joint; adds to grad_weights [blocks 2, d]. `low` is a
+    multiple of BLOCK."""
+    groups = value.shape[0] // cos.shape[0]
+    turned = np.empty((1, joint.shape[1]), np.float32)
+    for group in range(low * groups, high * groups):
+        i, first = group // groups, group * (each + 2)
+        for head in range(each + 1):
+            row, kind = first + head, head // each
+            if kind:
+                _turn_back(key, group, cos, sin, i, turned)
+            else:
+                _turn_back(query, group * each + head, cos, sin, i, turned)
+            if normed:
+                scale, block = scales[group * (each + 1) + head], i // BLOCK * 2 + kind
+                _norm_slope(joint, row, weights, kind, scale, turned, 0, out, grad_weights, block)
+            else:
+                out[row] = turned[0]
+        for k in range(value.shape[1]):
+            out[first + each + 1, k] = value[group, k]
 
 
 @loop
-def _head_slope(x, i, weight, normed, scale, grad, out, grad_weight, block):
-    if normed:
-        _norm_slope(x, i, weight, scale, grad, 0, out, grad_weight, block)
-    else:
-        for k in range(x.shape[1]):
-            out[i, k] = grad[0, k]
-
-
-@loop
-def _turn_back(grad, row, cos, sin, i, out):
+def _turn_back(grad, at, cos, sin, i, out):
     half = cos.shape[1]
     for k in range(half):
-        first, second = grad[row, k], grad[row, k + half]
-        out[0, k] = first * cos[i, k] + second * sin[i, k]
-        out[0, k + half] = second * cos[i, k] - first * sin[i, k]
+        out[0, k] = grad[at, k] * cos[i, k] + grad[at, k + half] * sin[i, k]
+        out[0, k + half] = grad[at, k + half] * cos[i, k] - grad[at, k] * sin[i, k]
 
 
 @loop
