@@ -6,6 +6,7 @@ written) and made anew when that file changes; after a change of this one, remov
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -90,3 +91,22 @@ def exp(x):  # type: ignore[no-untyped-def]
     y = y * x + np.float32(5.0000001201e-1)
     y = (y * x * x + x + np.float32(1.0)) * _power_of_two(whole)
     return np.float32(0) if nothing else y
+
+
+@loop
+def inverse_rms(x, eps):  # type: ignore[no-untyped-def]
+    """1 / sqrt(mean(x^2) + eps)"""
+    total = np.float32(0)
+    for k in range(x.size):
+        total += x[k] * x[k]
+    return np.float32(1) / np.float32(math.sqrt(total / np.float32(x.size) + eps))
+
+
+@loop
+def swiglu(both, out, low, high):  # type: ignore[no-untyped-def]
+    """silu(gate) * up: both [t, 2 f] -> out [t, f]"""
+    width, one = out.shape[1], np.float32(1)
+    for i in range(low, high):
+        gate, up, to = both[i, :width], both[i, width:], out[i]
+        for k in range(width):
+            to[k] = gate[k] / (one + exp(-gate[k])) * up[k]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ppo_lightning.megatron import kernels
 from ppo_lightning.megatron.heads import fresh_value_head, log_probs_and_entropy
 from tests.distributed.ranks import run_ranks
 
@@ -90,6 +91,48 @@ def test_bf16_inputs_are_computed_in_fp32() -> None:
         torch.testing.assert_close(found[name].double(), want[name], rtol=2e-5, atol=2e-5, msg=name)
     for name in ("hidden", "weight"):  # rounded once, at the end
         torch.testing.assert_close(found[name].double(), want[name], rtol=1e-2, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_loops_of_the_softmax_are_its_formulas(threads: int) -> None:
+    """In fp32 compiled loops, in fp64 torch; rows without a target here among them."""
+    g = torch.Generator().manual_seed(2)
+    logits = torch.randn(37, 50_257, generator=g, dtype=torch.float64) * 4 + 20
+    targets = torch.randint(-1, 50_257, (37,), generator=g)
+    targets[3:5] = -1
+    slopes, entropy_slopes = torch.randn(2, 37, generator=g, dtype=torch.float64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    found = [
+        softmax(logits.to(dtype), targets, slopes.to(dtype), entropy_slopes.to(dtype))
+        for dtype in (torch.float32, torch.float64)
+    ]
+    torch.set_num_threads(before)
+    for single, double in zip(*found):
+        torch.testing.assert_close(single.double(), double, rtol=2e-5, atol=2e-5)
+
+
+def softmax(logits: Tensor, targets: Tensor, slopes: Tensor, entropy_slopes: Tensor) -> list[Tensor]:
+    """Chosen logits, normalizers and entropies, and the logits' gradient without and with the entropy's."""
+    chosen, normalizer, entropies = torch.full((3, len(logits)), 7.0, dtype=logits.dtype)
+    kernels.softmax_sums(logits, targets.clamp(min=0), chosen, normalizer, entropies)
+    bare, grads = torch.empty_like(normalizer), []
+    kernels.softmax_sums(logits, targets.clamp(min=0), chosen, bare, None)
+    for spread in (None, (entropy_slopes, entropies)):
+        out, work = torch.empty_like(logits), torch.empty_like(logits)
+        kernels.softmax_slopes(logits, targets, normalizer, slopes, spread, out, work)
+        grads.append(out)
+    return [chosen, normalizer, bare, entropies, *grads]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_logit_that_is_not_finite_is_seen(bad: float) -> None:
+    hidden, weight, targets, *_ = inputs()
+    hidden[7, 0], weight[:, 0] = bad, weight[:, 0].abs()
+    logprobs, entropy = log_probs_and_entropy(hidden, weight, targets, vocab_size=VOCAB, entropy=True)
+    assert entropy is not None
+    for found in (logprobs, entropy):
+        assert found.isnan().tolist() == [i == 7 for i in range(TOKENS)]
 
 
 def test_gradients_are_those_of_finite_differences() -> None:

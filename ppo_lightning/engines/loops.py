@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from ppo_lightning.compiled import exp, loop, prefetch
+from ppo_lightning.compiled import exp, inverse_rms, loop, prefetch, swiglu
 
 ROWS, COLUMNS = 4, 3  # of a tile: 12 sums, 3 weights and an input fill the 16 vector registers of AVX2
 _BLOCK = 2048  # inputs of a tile at a time: three rows of weights stay in the first-level cache
@@ -96,19 +96,10 @@ def _copy(x, to):
 
 
 @loop
-def _scale(x, eps):
-    """1 / sqrt(mean(x^2) + eps)"""
-    total = np.float32(0)
-    for k in range(x.size):
-        total += x[k] * x[k]
-    return np.float32(1) / np.float32(math.sqrt(total / np.float32(x.size) + eps))
-
-
-@loop
 def _norm(x, weight, eps, out, low, high):
     for i in range(low, high):
         source, to = x[i], out[i]
-        scale = _scale(source, eps)
+        scale = inverse_rms(source, eps)
         for k in range(source.size):
             to[k] = source[k] * scale * weight[k]
 
@@ -118,7 +109,7 @@ def _turn(x, norms, kind, eps, cos, sin, to):
     """A head's norm (if it has one) and rotary embedding: x [d] -> to [d]."""
     half = x.size // 2
     if norms.shape[0]:
-        scale, weight = _scale(x, eps), norms[kind]
+        scale, weight = inverse_rms(x, eps), norms[kind]
         for k in range(x.size):
             x[k] = x[k] * scale * weight[k]
     for k in range(half):
@@ -189,16 +180,6 @@ def _attention(joint, norms, eps, cos, sin, keys, values, starts, t, low, high, 
 
 
 @loop
-def _gate(both, out, low, high):
-    """silu(gate) * up: both [b, 2 f] -> out [b, f]"""
-    width = out.shape[1]
-    for i in range(low, high):
-        gate, up, to = both[i, :width], both[i, width:], out[i]
-        for k in range(width):
-            to[k] = gate[k] / (np.float32(1) + exp(-gate[k])) * up[k]
-
-
-@loop
 def _biased(out, bias, low, high):
     if bias.size:
         for i in range(low, high):
@@ -229,7 +210,7 @@ def step(tokens, model, cache, work, t, low, high):
         _norm(x, norms[2 * layer + 1], eps, y, low, high)
         linear(y, gate_up[layer], both, low, high, False)
         _biased(both, gate_up_bias[layer], low, high)
-        _gate(both, act, low, high)
+        swiglu(both, act, low, high)
         linear(act, down[layer], x, low, high, True)
         _biased(x, down_bias[layer], low, high)
     _norm(x, norms[2 * layers], eps, y, low, high)

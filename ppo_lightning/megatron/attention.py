@@ -15,15 +15,36 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ppo_lightning.megatron.batching import SequenceParams, zigzag_index
-from ppo_lightning.megatron.kernels import from_grid, rotate, to_grid
+from ppo_lightning.megatron.kernels import from_grid, rotary_heads, to_grid
 
 GRID_LENGTH = 256  # tokens: up to there, filling rows up costs less than a call for every sequence
+
+
+class RotaryAttention(SelfAttention):
+    """Megatron's self-attention for packed sequences, whose heads get norm and rotary embedding at once."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, attention_mask: None, *, packed_seq_params: SequenceParams, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        joint, _bias = self.linear_qkv(hidden_states)
+        shape = (len(joint), self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head)
+        normed = self.config.qk_layernorm
+        norms = (self.q_layernorm.weight, self.k_layernorm.weight) if normed else None
+        assert packed_seq_params.rotary is not None
+        parts = rotary_heads(
+            joint.view(shape), norms, self.config.layernorm_epsilon, *packed_seq_params.rotary
+        )
+        checkpointed = self.checkpoint_core_attention and self.training
+        attend = self._checkpointed_attention_forward if checkpointed else self.core_attention
+        out = attend(*parts, None, packed_seq_params=packed_seq_params)
+        return self.linear_proj(out.reshape(len(out), 1, -1))
 
 
 class PackedAttention(MegatronModule):
@@ -61,8 +82,6 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: SequenceParams,
     ) -> Tensor:  # [t, a, d]
-        if packed_seq_params.rotary is not None:
-            query, key = (rotate(x, *packed_seq_params.rotary) for x in (query, key))
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         if cp == 1:
             return self._whole(query, key, value, packed_seq_params.lengths)

@@ -1,9 +1,9 @@
 """What stands on the last hidden state: log-probabilities and entropy of tokens, or a value.
 
     m  selected tokens of this rank      h  hidden size      v  vocabulary columns of this tensor rank
-The policy head works in chunks of tokens. Where all tokens fit into one chunk, it keeps their log-softmax for
-the backward pass; else it keeps two numbers a token, and the backward pass computes a chunk's logits again.
-All of it is fp32 (or wider), whatever the weights are.
+The policy head works in chunks of tokens. Where all tokens fit into one chunk, it keeps their logits for the
+backward pass; else the backward pass computes a chunk's logits again. All of it is fp32 (or wider), whatever
+the weights are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-CHUNK_ELEMENTS = 2**26  # logits in flight by default: 256 MiB, and as much again for work on them
+from ppo_lightning.megatron.kernels import softmax_slopes, softmax_sums
+
+CHUNK_ELEMENTS = 2**26  # logits in flight by default: 256 MiB, and once or twice as much for work on them
 CACHED_ELEMENTS = 2**21  # of a piece of a chunk on a processor: what stays in its cache
 CACHED_ROWS = 256  # at least: fewer tokens make slow products
 
@@ -78,23 +80,16 @@ class VocabParallelLogProbs(torch.autograd.Function):
         chosen, spread = torch.zeros_like(normalizer), torch.zeros_like(normalizer)
         keep = hidden.size(0) <= chunk_size and any(ctx.needs_input_grad)
         piece = _piece(hidden, chunk_size, columns)
-        logits = normalizer.new_empty(min(piece, hidden.size(0)), columns)
-        logp = normalizer.new_empty(hidden.size(0), columns) if keep else torch.empty_like(logits)
+        logits = normalizer.new_empty(hidden.size(0) if keep else min(piece, hidden.size(0)), columns)
         for rows in _chunks(hidden.size(0) if columns else 0, piece):
-            x, p = logits[: _length(rows)], logp[rows] if keep else logp[: _length(rows)]
+            x = logits[rows] if keep else logits[: _length(rows)]
             torch.mm(_scaled(hidden[rows], dtype, temperature), vocabulary.T, out=x)
-            torch.log_softmax(x, 1, out=p)
-            target = local_targets[rows, None].clamp(0, columns - 1)
-            chosen[rows] = x.gather(1, target).squeeze(1)
-            normalizer[rows] = chosen[rows] - p.gather(1, target).squeeze(1)
-            if entropy:
-                spread[rows] = -_dot(torch.exp(p, out=x), p)
+            target = local_targets[rows].clamp(0, columns - 1)
+            softmax_sums(x, target, chosen[rows], normalizer[rows], spread[rows] if entropy else None)
 
-        local = normalizer
-        logprobs, normalizer, entropies = _combine(local, chosen, spread, here, group)
+        logprobs, normalizer, entropies = _combine(normalizer, chosen, spread, here, group)
         targets = local_targets.masked_fill(~here, -1)
-        log_shares = (local - normalizer).clamp(min=-1e4)  # finite, where the share itself is 0
-        ctx.save_for_backward(hidden, weight, targets, log_shares, entropies, logp if keep else None)
+        ctx.save_for_backward(hidden, weight, targets, normalizer, entropies, logits if keep else None)
         ctx.columns, ctx.temperature, ctx.piece, ctx.entropy = columns, temperature, piece, entropy
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -104,8 +99,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad_logprobs: Tensor, grad_entropies: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_shares, entropies, kept = ctx.saved_tensors
-        dtype, columns = log_shares.dtype, ctx.columns
+        hidden, weight, targets, normalizer, entropies, kept = ctx.saved_tensors
+        dtype, columns = normalizer.dtype, ctx.columns
         vocabulary = weight[:columns].to(dtype)
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
@@ -114,31 +109,18 @@ class VocabParallelLogProbs(torch.autograd.Function):
             wanted = wanted | (grad_entropies != 0)
         active = wanted.nonzero().squeeze(1)  # masked and clipped tokens cost nothing and cannot spread a NaN
         every = active.numel() == hidden.size(0)
-        logits, spare = (log_shares.new_empty(min(ctx.piece, active.numel()), columns) for _ in range(2))
+        logits, slopes = (normalizer.new_empty(min(ctx.piece, active.numel()), columns) for _ in range(2))
         for chunk in _chunks(active.numel() if columns else 0, ctx.piece):
             rows: Any = chunk if every else active[chunk]
-            x, spared = logits[: _length(chunk)], spare[: _length(chunk)]
+            x, out = logits[: _length(chunk)], slopes[: _length(chunk)]
             scaled = _scaled(hidden[rows], dtype, ctx.temperature)
-            slope, share = grad_logprobs[rows], log_shares[rows].exp()
-            if kept is None:
-                torch.log_softmax(torch.mm(scaled, vocabulary.T, out=x), 1, out=spared)
-            p = spared if kept is None else kept[rows]
-            slopes, factor = torch.exp(p, out=x), -share * slope
-            if ctx.entropy:
-                flat = grad_entropies[rows]
-                constant = slope + flat * (entropies[rows] + log_shares[rows])
-                slopes.mul_(torch.addcmul(constant[:, None], p, flat[:, None], out=spared))
-                factor = -share
-            # what the softmax pulls down, then what the target pushes up
-            here = (targets[rows] >= 0).nonzero().squeeze(1)
-            target = targets[rows][here]
+            given = torch.mm(scaled, vocabulary.T, out=x) if kept is None else kept[rows]
+            spread = (grad_entropies[rows], entropies[rows]) if ctx.entropy else None
+            softmax_slopes(given, targets[rows], normalizer[rows], grad_logprobs[rows], spread, out, x)
             if grad_hidden is not None:
-                pulled = torch.mm(slopes, vocabulary).mul_(factor[:, None])
-                pulled[here] += vocabulary[target] * slope[here, None]
-                grad_hidden[rows] = pulled.div_(ctx.temperature)
+                grad_hidden[rows] = torch.mm(out, vocabulary).div_(ctx.temperature)
             if grad_weight is not None:
-                grad_weight[:columns].addmm_(slopes.T, scaled * factor[:, None])
-                grad_weight.index_add_(0, target, scaled[here] * slope[here, None])
+                grad_weight[:columns].addmm_(out.T, scaled)
         return grad_hidden, grad_weight, *(None,) * 6
 
 
@@ -147,11 +129,6 @@ def _piece(hidden: Tensor, chunk_size: int, columns: int) -> int:
     if hidden.device.type != "cpu":
         return chunk_size
     return min(chunk_size, max(CACHED_ROWS, CACHED_ELEMENTS // max(columns, 1)))
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Row by row, without a product of the whole size."""
-    return torch.bmm(a[:, None, :], b[:, :, None]).flatten()
 
 
 def _chunks(size: int, chunk_size: int) -> list[slice]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ppo_lightning.architecture import ModelShape
 from ppo_lightning.megatron import cpu
-from ppo_lightning.megatron.attention import PackedAttention
+from ppo_lightning.megatron.attention import PackedAttention, RotaryAttention
 from ppo_lightning.megatron.batching import PackedBatch
 from ppo_lightning.megatron.heads import ValueHead, log_probs_and_entropy
 from ppo_lightning.megatron.kernels import SwiGLU, rms_norm
@@ -243,6 +243,7 @@ def _layer_spec(
     spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.self_attention.module = RotaryAttention
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     layer.mlp.submodules.activation_func = SwiGLU
