@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ppo_lightning import rewards
+from ppo_lightning.early import EarlyScores
 from ppo_lightning.hooks import PPOCallback
 from ppo_lightning.rewards import RewardError, custom
 from ppo_lightning.rewards.deepscaler import RESPONSE_MARK, THINK_END
@@ -54,6 +55,7 @@ class RewardCallback(PPOCallback):
     _watched: int = 0
     _constant: int = 0
     _last: float | None = None
+    _early: EarlyScores | None = None
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class RewardCallback(PPOCallback):
         if isinstance(self.reward, rewards.Reward) and not self._overridden:
             return self._registered(self.reward, samples)
         if not self._overridden and hasattr(self.reward, "score"):
-            results = custom.call_all(self.reward.score, [list(samples)], lambda _: f"reward {self.name}")[0]
+            results = custom.call_all(self._many, [list(samples)], lambda _: f"reward {self.name}")[0]
         else:
             results = self._custom(self.score if self._overridden else self.reward, samples)
         if len(results) != len(samples):
@@ -142,9 +144,29 @@ class RewardCallback(PPOCallback):
         if reward.name == "random":  # the coin depends on the sample's place too: equal responses differ
             keys = [f"{s.weight_versions[-1:]}:{s.group_index}:{s.index}" for s in samples]
             return [reward.function(s.response, s.label, key) for s, key in zip(samples, keys)]  # type: ignore[call-arg]
-        outcomes = reward.batch([(s.response, s.label) for s in samples])
+
+        def score(rest: Sequence[Sample]) -> list[rewards.Outcome]:
+            return reward.batch([(s.response, s.label) for s in rest])
+
+        outcomes = score(samples) if self._early is None else self._early.complete(samples, score)
         self.timeouts += sum(outcome.timed_out for outcome in outcomes)
         return [custom.as_float(o.value, self._where(s)) for s, o in zip(samples, outcomes)]
+
+    def _many(self, samples: list[Sample]) -> Any:
+        if self._early is None:
+            return self.reward.score(samples)
+        return self._early.complete(samples, lambda rest: custom.run(self.reward.score(rest)))
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether a response may be scored while others are written."""
+        mine, ours = ((c.score, c.values, c.on_reward) for c in (type(self), RewardCallback))
+        return mine == ours and EarlyScores.fits(self.reward)
+
+    def _end_early(self) -> None:
+        if self._early is not None:
+            self._early.close()
+            self._early = None
 
     def _where(self, sample: Sample) -> str:
         return (
@@ -161,10 +183,23 @@ class RewardCallback(PPOCallback):
         if module.rollout.draw == 0:  # the later draws of the same rollout add theirs
             self.timeouts = 0
 
+    def on_response_end(self, trainer: pl.Trainer, module: PPOModule, sample: Sample) -> None:
+        if sample.failed or not self._overlaps or self._lacks_label(sample):
+            return
+        self._early = self._early or EarlyScores(self.reward)
+        self._early.add(sample)
+
     def on_reward(self, trainer: pl.Trainer, module: PPOModule, samples: list[Sample]) -> None:
-        self._check_labels(module, samples)
-        for sample, value in zip(samples, self.values(samples)):
+        try:
+            self._check_labels(module, samples)
+            values = self.values(samples)
+        finally:
+            self._end_early()
+        for sample, value in zip(samples, values):
             sample.add_reward(self.weight * value)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: Any) -> None:
+        self._end_early()
 
     def on_samples_end(self, trainer: pl.Trainer, module: PPOModule, samples: list[Sample]) -> None:
         """Time-outs of all rewards and ranks become a metric; rewards that never vary are reported once."""
@@ -196,11 +231,14 @@ class RewardCallback(PPOCallback):
             f" {likely_cause(samples, names)}"
         )
 
+    def _lacks_label(self, sample: Sample) -> bool:
+        return getattr(self.reward, "needs_label", False) and (sample.label is None or sample.label == "")
+
     def _check_labels(self, module: PPOModule, samples: Sequence[Sample]) -> None:
-        if not getattr(self.reward, "needs_label", False) or self._overridden:
+        if self._overridden:
             return
         for sample in samples:
-            if sample.label is None or sample.label == "":
+            if self._lacks_label(sample):
                 raise RewardError(
                     f"reward {self.name} compares with a label, and {_row_of(module, sample)} has none:"
                     " set --label-key to the column that holds it, or drop the row"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from ppo_lightning.engines import Engine, SamplingParams, build_engine, sample_seed
+from ppo_lightning.engines import Engine, Finished, SamplingParams, build_engine, sample_seed
 from ppo_lightning.engines.pieces import write_piece
-from ppo_lightning.hooks import PPOCallback
+from ppo_lightning.hooks import PPOCallback, emit, listens
 from ppo_lightning.rewards import custom
 from ppo_lightning.samples import Prompt, Sample, Status, require
 from ppo_lightning.tokenizer import load_tokenizer
@@ -71,13 +73,20 @@ class RolloutCallback(PPOCallback):
         if config.rollout.partial_rollout:
             self.write_pieces(samples, config, seeds)
         else:
-            self.write(samples, training_params(config), seeds)
+            with reports(trainer) as finished:
+                self.write(samples, training_params(config), seeds, finished)
         rollout.samples = samples
 
-    def write(self, samples: list[Sample], params: SamplingParams, seeds: Sequence[int]) -> None:
+    def write(
+        self,
+        samples: list[Sample],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        finished: Finished | None = None,
+    ) -> None:
         """Let the engine, or the own function, write the responses, and check them."""
         if self.generate is None:
-            self._engine.generate(samples, params, seeds)
+            self._engine.generate(samples, params, seeds, finished)
         else:
             result = self.generate(samples, self._engine, params, seeds)
             if inspect.iscoroutine(result):
@@ -122,6 +131,27 @@ class RolloutCallback(PPOCallback):
     @property
     def _engine(self) -> Engine:
         return require(self.engine, "the rollout engine", "RolloutCallback.setup")
+
+
+@contextmanager
+def reports(trainer: pl.Trainer) -> Iterator[Finished | None]:
+    """What tells the callbacks of finished responses; None where none listens. Silent after the block,
+    whatever an interrupted engine's threads still do."""
+    if not listens(trainer, "on_response_end"):
+        yield None
+        return
+    lock, closed = threading.Lock(), threading.Event()
+
+    def finished(sample: Sample) -> None:
+        with lock:
+            if not closed.is_set():
+                emit(trainer, "on_response_end", sample)
+
+    try:
+        yield finished
+    finally:
+        with lock:
+            closed.set()
 
 
 def share_of_samples(prompts: Sequence[Prompt], n: int, rank: int, world: int) -> list[Sample]:

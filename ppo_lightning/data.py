@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from ppo_lightning.config import PPOConfig
 
 log = logging.getLogger(__name__)
+
+AHEAD = "tokenise-ahead"  # name of the thread that tokenises the next prompts while the trainer works
 
 
 class PromptDataModule(pl.LightningDataModule):
@@ -111,11 +115,10 @@ class PromptDataModule(pl.LightningDataModule):
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts after those already fetched, with their tokens. Commits nothing."""
-        rows = len(self.prompts)
-        places = range(self._cursor, self._cursor + count)
-        taken = [self.prompts[self._ordered(place // rows)[place % rows]] for place in places]
+        taken = self._next(count)
         self._cursor += count
         self._tokenize(taken)
+        self._tokenize_ahead()
         return taken
 
     def resized(self, fetched: list[Prompt], count: int) -> list[Prompt]:
@@ -165,6 +168,12 @@ class PromptDataModule(pl.LightningDataModule):
             )
         return Columns(data.input_key, data.label_key, data.metadata_key, data.apply_chat_template, reward)
 
+    def _next(self, count: int) -> list[Prompt]:
+        """The `count` prompts at the cursor, which stays."""
+        rows = len(self.prompts)
+        places = range(self._cursor, self._cursor + count)
+        return [self.prompts[self._ordered(place // rows)[place % rows]] for place in places]
+
     def _ordered(self, epoch: int) -> list[int]:
         """Row at each place of an epoch."""
         if self._order[0] != epoch:
@@ -195,10 +204,24 @@ class PromptDataModule(pl.LightningDataModule):
         return kept
 
     def _tokenize(self, prompts: Sequence[Prompt]) -> None:
-        """Fill in the tokens that are not there yet."""
-        todo = [p for p in prompts if not p.tokens]
-        if not todo:
+        """Fill in the tokens that are not there yet; no other thread may use the tokenizer meanwhile."""
+        wait_ahead()
+        if todo := [p for p in prompts if not p.tokens]:
+            self._write_tokens(todo)
+
+    def _tokenize_ahead(self) -> None:
+        """Let a thread tokenise as many of the next prompts as the current step has fetched."""
+        count = min(self._cursor - self.position, len(self.prompts))
+        if todo := [p for p in self._next(count) if not p.tokens]:
+            threading.Thread(target=self._try_tokens, args=(todo,), name=AHEAD).start()
+
+    def _try_tokens(self, todo: Sequence[Prompt]) -> None:
+        try:
+            self._write_tokens(todo)
+        except Exception:  # noqa: BLE001 - the `take` that needs these prompts meets it again
             return
+
+    def _write_tokens(self, todo: Sequence[Prompt]) -> None:
         if self._tokenizer is None:
             if self.config.model.hf_checkpoint is None:
                 raise ConfigError("--hf-checkpoint is not given: the prompts need its tokenizer")
@@ -254,6 +277,17 @@ class PromptLoader:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def wait_ahead() -> None:
+    """Until no thread tokenises ahead."""
+    for thread in threading.enumerate():
+        if thread.name == AHEAD:
+            thread.join()
+
+
+# a child made within would find the tokenizer's locks held, by a thread that it does not have
+os.register_at_fork(before=wait_ahead)
 
 
 def _reward_with_label(config: PPOConfig) -> str | None:

@@ -20,6 +20,11 @@ class PPOCallback(pl.Callback):
         """Prompts of this step, all of them. The rollout callback generates here and fills
         `module.rollout.samples`."""
 
+    def on_response_end(self, trainer: pl.Trainer, module: PPOModule, sample: Sample) -> None:
+        """The engine has filled `sample` while it may still write others; not called for partial rollouts,
+        a generate function of your own, or evaluation. Comes from the thread that generates or one of the
+        engine's, one call at a time and none after generation: be quick, and change nothing."""
+
     def on_rollout_end(self, trainer: pl.Trainer, module: PPOModule, samples: list[Sample]) -> None:
         """Responses of this rank are there, rewards are not."""
 

@@ -92,6 +92,30 @@ class EngineContract:
             assert sample.status is (Status.TRUNCATED if sample.response_length == 9 else Status.COMPLETED)
             assert sample.reward is None
 
+    def test_each_sample_is_reported_once_when_it_is_filled(self, engine: Engine) -> None:
+        """Before those that are still written, in the state in which it is returned."""
+        samples = make_samples(TEXTS, 3)
+        told: list[tuple[int, str, int]] = []
+
+        def finished(sample: Sample) -> None:
+            told.append((sample.index, repr(sample), sum(s.status is Status.PENDING for s in samples)))
+
+        params = SamplingParams(60, stop_token_ids=tuple(range(30)))
+        engine.generate(samples, params, list(range(len(samples))), finished)
+        assert sorted((index, text) for index, text, _ in told) == [(s.index, repr(s)) for s in samples]
+        pending = [left for _, _, left in told]
+        assert pending == sorted(pending, reverse=True)
+        assert pending[-1] == 0 < pending[0]
+
+    def test_an_error_of_the_listener_ends_the_call(self, engine: Engine) -> None:
+        def finished(sample: Sample) -> None:
+            raise KeyError(sample.index)
+
+        with pytest.raises(KeyError):
+            engine.generate(make_samples(TEXTS), SamplingParams(4), list(range(len(TEXTS))), finished)
+        self.test_no_samples_is_no_work(engine)
+        self.test_fills_every_slot(engine)
+
     def test_no_samples_is_no_work(self, engine: Engine) -> None:
         engine.generate([], SamplingParams(4), [])
 
@@ -239,6 +263,7 @@ class EngineContract:
     def test_abort_keeps_what_is_there(self, engine: Engine) -> None:
         """Called over and over from another thread, as a supervisor would; at least one sample is cut."""
         samples = make_samples(TEXTS, 4)
+        told: list[str] = []
         done = threading.Event()
 
         def abort() -> None:
@@ -248,11 +273,13 @@ class EngineContract:
         thread = threading.Thread(target=abort)
         thread.start()
         try:
-            engine.generate(samples, SamplingParams(400, temperature=0.9), list(range(len(samples))))
+            params = SamplingParams(400, temperature=0.9)
+            engine.generate(samples, params, list(range(len(samples))), lambda s: told.append(repr(s)))
         finally:
             done.set()
             thread.join()
         assert any(s.status in (Status.ABORTED, Status.FAILED) for s in samples)
+        assert sorted(told) == sorted(map(repr, samples))
         for sample in samples:
             assert (
                 len(sample.rollout_log_probs)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from datasets import Dataset, DatasetDict
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from ppo_lightning.config import ConfigError, PPOConfig
-from ppo_lightning.data import PromptDataModule
+from ppo_lightning.data import AHEAD, PromptDataModule, wait_ahead
 from ppo_lightning.prompts import Columns, DataError, read_prompts
 from tests.tinymodel import make_tokenizer
 
@@ -318,6 +320,68 @@ def test_evaluation_sets_by_name(tokenizer_dir: Path, jsonl: Path, tmp_path: Pat
 def test_a_directory_without_a_tokenizer(tokenizer_dir: Path, jsonl: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no tokenizer can be loaded from"):
         make_data(tmp_path / "nothing", jsonl).take(1)
+
+
+def ahead(data: PromptDataModule) -> list[int]:
+    """Rows that have tokens, when no thread works any more."""
+    wait_ahead()
+    return [p.index for p in data.prompts if p.tokens]
+
+
+def test_the_next_prompts_are_tokenised_while_the_trainer_works(tokenizer_dir: Path, jsonl: Path) -> None:
+    data = make_data(tokenizer_dir, jsonl)
+    data.take(3)
+    assert ahead(data) == [0, 1, 2, 3, 4, 5]
+    assert (data.position, data.take(1)[0].index) == (0, 3)
+    data.commit(4)
+    data.take(4)
+    assert ahead(data) == list(range(10))  # across the epoch's end
+    assert data.take(3)[-1].index == 0
+    plain = {p.index: p.tokens for p in read_prompts(jsonl, Columns())}
+    tokenizer = make_tokenizer()
+    assert {p.index: tokenizer.decode(p.tokens) for p in data.prompts} == {i: f"question {i}" for i in plain}
+
+
+def test_no_thread_where_every_prompt_has_tokens(tokenizer_dir: Path, jsonl: Path) -> None:
+    data = make_data(tokenizer_dir, jsonl, rollout_max_prompt_len=50)
+    for _ in range(3):
+        data.take(4)
+        assert AHEAD not in [t.name for t in threading.enumerate()]
+
+
+def test_a_prompt_that_cannot_be_tokenised_stops_the_take_that_needs_it(tmp_path: Path, jsonl: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% if '6' in messages[0].content %}{{ raise_exception('no six') }}{% endif %}"
+        "{{ messages[0].content }}"
+    )
+    data = make_data(tmp_path, jsonl, apply_chat_template=True)
+    for _ in range(3):  # the thread meets row 6 here
+        data.take(2)
+    assert ahead(data) == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(DataError, match="refuses row 6 of the prompts: no six"):
+        data.take(2)
+
+
+def test_a_rank_forked_while_prompts_are_tokenised(tokenizer_dir: Path, tmp_path: Path) -> None:
+    """It finds them done, and a tokenizer that no thread holds; the limit is generous, a hang is for ever."""
+    rows = [json.dumps({"input": f"{i} " * 400}) for i in range(300)]
+    data = make_data(tokenizer_dir, write_lines(tmp_path / "long.jsonl", rows))
+    data.take(150)
+    assert AHEAD in [t.name for t in threading.enumerate()]
+    child = multiprocessing.get_context("fork").Process(target=take_and_compare, args=(data,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def take_and_compare(data: PromptDataModule) -> None:
+    before = [p.index for p in data.prompts if p.tokens]
+    again = make_data(Path(data.config.model.hf_checkpoint), Path(data.config.data.prompt_data))
+    again.take(150)
+    assert before == list(range(300))
+    assert [p.tokens for p in data.take(150)] == [p.tokens for p in again.take(150)]
 
 
 class Recorder(pl.LightningModule):

@@ -54,6 +54,14 @@ def test_seeds_alone_decide(checkpoint: Path) -> None:
     assert responses(tight, make_samples(TEXTS, 3), params, seeds) == whole
 
 
+def test_a_response_is_reported_while_others_are_written(checkpoint: Path) -> None:
+    """Early enough to cut them."""
+    engine, samples = HFEngine(str(checkpoint)), make_samples(TEXTS, 3)
+    params = SamplingParams(60, stop_token_ids=tuple(range(30)))
+    engine.generate(samples, params, list(range(len(samples))), lambda sample: engine.abort())
+    assert {s.status for s in samples} == {Status.COMPLETED, Status.ABORTED}
+
+
 def test_generating_leaves_the_random_state_alone(checkpoint: Path) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from ppo_lightning.background import LoopThread
 from ppo_lightning.config import ConfigError, PPOConfig
 from ppo_lightning.engines import sglang_plan
 from ppo_lightning.engines.sglang_checksums import Layout, expected
 from ppo_lightning.engines.sglang_fleet import Fleet
 from ppo_lightning.engines.sglang_plan import Place, Plan
-from ppo_lightning.engines.sglang_server import LoopThread, ServerProcess
+from ppo_lightning.engines.sglang_server import ServerProcess
 from ppo_lightning.engines.weight_store import WeightStore, buckets
 from tests import sglang_fixtures as fixtures
 from tests.sglang_fixtures import make_plan, model_with, weights

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ppo_lightning.engines.base import Engine, EngineError, SamplingParams, Write, sample_seed
+from ppo_lightning.engines.base import Engine, EngineError, Finished, SamplingParams, Write, sample_seed
 
 if TYPE_CHECKING:
     import torch
 
     from ppo_lightning.config import PPOConfig
 
-__all__ = ["Engine", "EngineError", "SamplingParams", "Write", "build_engine", "sample_seed"]
+__all__ = ["Engine", "EngineError", "Finished", "SamplingParams", "Write", "build_engine", "sample_seed"]
 
 
 def build_engine(

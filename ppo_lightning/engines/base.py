@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 # writes responses in place, as `Engine.generate` does
 Write: TypeAlias = "Callable[[list[Sample], SamplingParams, Sequence[int]], None]"
 
+# told of a sample that is filled; see `Engine.generate`
+Finished: TypeAlias = "Callable[[Sample], None]"
+
 
 class EngineError(RuntimeError):
     """The engine cannot go on; the message says what it saw last."""
@@ -34,12 +37,22 @@ class SamplingParams:
 
 
 class Engine(Protocol):
-    def generate(self, samples: Sequence[Sample], params: SamplingParams, seeds: Sequence[int]) -> None:
+    def generate(
+        self,
+        samples: Sequence[Sample],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        finished: Finished | None = None,
+    ) -> None:
         """Write a response to each sample, in place. On entry `tokens` holds the prompt; on return `tokens`,
         `response`, `response_length`, `rollout_log_probs`, `status` and `weight_versions` are filled. The
         matched stop token stays in `tokens` and is left out of `response`. `seeds[i]` alone decides the
         draws of sample i where the engine can promise it (the embedded one does). A prompt that leaves no
-        room for a token raises ValueError."""
+        room for a token raises ValueError.
+
+        `finished` is called once for each sample, as soon as all of it is filled, also where it is aborted or
+        failed: from this thread or one of the engine's own, one call at a time, before `generate` returns.
+        It must be quick; what it raises ends the call."""
 
     def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Take new weights under Hugging Face names, full tensors, each exactly once. The iterator is

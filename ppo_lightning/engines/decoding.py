@@ -9,7 +9,7 @@ finished rows, and takes the steps of known architectures without their modules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,6 +109,7 @@ AttentionInterface.register(ATTENTION, grouped_attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
+@torch.inference_mode()  # around each step: who takes the responses is outside
 def decode(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
@@ -119,19 +120,18 @@ def decode(
     stop: Stop | None = None,
     aborted: Callable[[], bool] = lambda: False,
     dense: DenseDecoder | None = None,
-) -> list[Decoded]:
-    """A response to each prompt: at most `limits[i]` tokens, up to and including one of `end_ids` or the
-    token that makes `stop` true of the response so far. `uniform` [rows, max(limits)] are the draws. `model`
-    must use ATTENTION; `dense` is the same model's quicker decoder, where there is one. When `aborted` turns
-    true, what is there is returned as cut."""
+) -> Iterator[tuple[int, Decoded]]:
+    """The place of each prompt and its response, as soon as that ends: at most `limits[i]` tokens, up to and
+    including one of `end_ids` or the token that makes `stop` true of the response so far. `uniform`
+    [rows, max(limits)] are the draws. `model` must use ATTENTION; `dense` is the same model's quicker
+    decoder, where there is one. When `aborted` turns true, what is there is given as cut."""
     device, longest = model.device, max(limits)
     state = _prefilled(model, prompts, dense, longest)
     ends, draws = torch.tensor(list(end_ids), dtype=torch.long, device=device), uniform.to(device).t()
     rows, limit = torch.arange(len(prompts), device=device), torch.tensor(list(limits), device=device)
     tokens = torch.zeros(len(prompts), longest, dtype=torch.long, device=device)
     logprobs = torch.zeros(len(prompts), longest, device=device)
-    lengths, ended = torch.zeros_like(limit), torch.zeros_like(limit, dtype=torch.bool)
-    done = torch.zeros_like(ended)
+    done = torch.zeros_like(limit, dtype=torch.bool)
     for step in range(longest):
         token, logprob = draw(state.logits, draws[step], params)
         tokens[rows, step], logprobs[rows, step] = token, logprob
@@ -140,24 +140,28 @@ def decode(
             over |= torch.tensor(stop(tokens[rows, : step + 1].tolist()), device=device)
         ending = (over | (limit == step + 1)) & ~done
         if ending.any():
-            lengths[rows[ending]], ended[rows[ending]] = step + 1, over[ending]
+            yield from _responses(tokens, logprobs, rows[ending], step + 1, over[ending])
             done |= ending
             kept = (~done).nonzero()[:, 0]
             if len(kept) == 0:
-                break
+                return
             if len(kept) <= (1 - DROPPED) * len(rows):
                 rows, limit, draws, done = rows[kept], limit[kept], draws[:, kept], done[kept]
                 token = token[kept]
                 state.keep(kept)
         if aborted():
-            break
+            yield from _responses(tokens, logprobs, rows[~done], step + 1, torch.zeros_like(done))
+            return
         state.advance(token)
-    lengths[rows[~done]] = step + 1
-    sizes, flags = lengths.tolist(), ended.tolist()
-    return [
-        Decoded(ids[:size], values[:size], flag)
-        for ids, values, size, flag in zip(tokens.tolist(), logprobs.tolist(), sizes, flags)
-    ]
+
+
+def _responses(
+    tokens: Tensor, logprobs: Tensor, rows: Tensor, length: int, ended: Tensor
+) -> Iterator[tuple[int, Decoded]]:
+    """What stands in `rows` of `tokens` and `logprobs`, `length` tokens each."""
+    written = zip(tokens[rows, :length].tolist(), logprobs[rows, :length].tolist(), ended.tolist())
+    for row, response in zip(rows.tolist(), written):
+        yield row, Decoded(*response)
 
 
 class _State(Protocol):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ppo_lightning.engines.base import EngineError, SamplingParams
+from ppo_lightning.engines.base import EngineError, Finished, SamplingParams
 from ppo_lightning.engines.decoding import Decoded, decode
 from ppo_lightning.engines.dense import DenseDecoder
 from ppo_lightning.engines.hf_model import StopStrings, empty_model, end_of_sequence, read_model
@@ -74,7 +74,13 @@ class HFEngine:
 
     # ---- the contract --------------------------------------------------------------------------------------
 
-    def generate(self, samples: Sequence[Sample], params: SamplingParams, seeds: Sequence[int]) -> None:
+    def generate(
+        self,
+        samples: Sequence[Sample],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        finished: Finished | None = None,
+    ) -> None:
         """See `Engine.generate`. A response ends at the model's length limit at the latest (`truncated`). At
         temperature 0 log-probs are those of temperature 1."""
         if len(seeds) != len(samples):
@@ -89,20 +95,22 @@ class HFEngine:
         ends = (*self.end_ids, *params.stop_token_ids)
         stop = StopStrings(self.tokenizer, params.stop) if params.stop else None
         for rows in self._batches(samples, limits):
-            with torch.inference_mode():
-                outputs = decode(
-                    model,
-                    [samples[i].tokens for i in rows],
-                    [limits[i] for i in rows],
-                    params,
-                    uniforms([seeds[i] for i in rows], max(limits[i] for i in rows)),
-                    ends,
-                    stop,
-                    self._abort.is_set,
-                    self._dense,
-                )
-            for i, output in zip(rows, outputs):
-                self._fill(samples[i], output, limits[i], params)
+            outputs = decode(
+                model,
+                [samples[i].tokens for i in rows],
+                [limits[i] for i in rows],
+                params,
+                uniforms([seeds[i] for i in rows], max(limits[i] for i in rows)),
+                ends,
+                stop,
+                self._abort.is_set,
+                self._dense,
+            )
+            for row, output in outputs:
+                sample = samples[rows[row]]
+                self._fill(sample, output, limits[rows[row]], params)
+                if finished is not None:
+                    finished(sample)
 
     def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Copy full tensors into place. All are taken from the iterator before an error is raised; after one,

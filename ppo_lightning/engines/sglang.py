@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ppo_lightning.engines.base import EngineError, SamplingParams
+from ppo_lightning.background import LoopThread
+from ppo_lightning.engines.base import EngineError, Finished, SamplingParams
 from ppo_lightning.engines.sglang_checksums import Layout
 from ppo_lightning.engines.sglang_client import Generator, Model
 from ppo_lightning.engines.sglang_control import TransferError
 from ppo_lightning.engines.sglang_fleet import Fleet
 from ppo_lightning.engines.sglang_plan import Plan
-from ppo_lightning.engines.sglang_server import LoopThread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ class SGLangEngine:
             raise ValueError("several ranks need `share`, a gather of objects over all of them")
         self._share: Share = share or (lambda own: [own])
         self._closed = False
-        self._loop = LoopThread()
+        self._loop = LoopThread("sglang-engine")
         config = text_config(plan.checkpoint, trust_remote_code="--trust-remote-code" in plan.arguments)
         layout = Layout(
             plan.ranks_per_engine, config.num_key_value_heads, served_dtype(plan, config), not plan.cpu
@@ -74,8 +74,15 @@ class SGLangEngine:
 
     # ---- the contract --------------------------------------------------------------------------------------
 
-    def generate(self, samples: Sequence[Sample], params: SamplingParams, seeds: Sequence[int]) -> None:
-        self._loop.run(self._generator.generate(samples, params, seeds, self.version))
+    def generate(
+        self,
+        samples: Sequence[Sample],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        finished: Finished | None = None,
+    ) -> None:
+        """See `Engine.generate`; `finished` is called from the engine's loop thread."""
+        self._loop.run(self._generator.generate(samples, params, seeds, self.version, finished))
 
     def update_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
         def work() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import tenacity
 
-from ppo_lightning.engines.base import EngineError, SamplingParams
+from ppo_lightning.engines.base import EngineError, Finished, SamplingParams
 from ppo_lightning.engines.sglang_control import error_text
 from ppo_lightning.engines.sglang_server import answers, first_of
 from ppo_lightning.samples import Sample, Status
@@ -57,10 +57,15 @@ class Generator:
     _client: httpx.AsyncClient | None = None
 
     async def generate(
-        self, samples: Sequence[Sample], params: SamplingParams, seeds: Sequence[int], version: int | None
+        self,
+        samples: Sequence[Sample],
+        params: SamplingParams,
+        seeds: Sequence[int],
+        version: int | None,
+        finished: Finished | None = None,
     ) -> None:
-        """Fill every sample once. `version` None takes answers of any weights. The first error ends all
-        requests."""
+        """Fill every sample once, and tell `finished` of it. `version` None takes answers of any weights. The
+        first error ends all requests."""
         self._aborting = False
         gate = asyncio.Semaphore(self.plan.concurrency)
 
@@ -68,6 +73,8 @@ class Generator:
             body = request(sample, params, seed, self.model)
             async with gate:
                 fill(sample, await self._answer(body, version), self.plan.keep_aborted)
+            if finished is not None:
+                finished(sample)
 
         try:
             async with asyncio.TaskGroup() as group:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import httpx
 from safetensors import SafetensorError
 
+from ppo_lightning.background import LoopThread
 from ppo_lightning.engines.base import EngineError
 from ppo_lightning.engines.sglang_checksums import Layout
 from ppo_lightning.engines.sglang_control import Control, TransferError
@@ -19,7 +20,6 @@ from ppo_lightning.engines.sglang_plan import Plan, router_arguments
 from ppo_lightning.engines.sglang_served import Served
 from ppo_lightning.engines.sglang_server import (
     POLL,
-    LoopThread,
     ServerProcess,
     answers,
     first_of,

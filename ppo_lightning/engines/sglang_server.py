@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import math
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,40 +23,6 @@ from ppo_lightning.engines.sglang_cpu import PARENT
 R = TypeVar("R")
 POLL = 0.25  # seconds between looks at a process or a server that is starting
 TAIL = 30  # lines of a log that an error shows
-
-
-class LoopThread:
-    """An event loop on a thread of its own. Servers are started from it: the kernel ends a child when the
-    *thread* that started it ends, and this one lasts as long as the engine."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True)
-        self._thread.start()
-
-    def spawn(self, coroutine: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def run(self, coroutine: Coroutine[Any, Any, R]) -> R:
-        """Run it there and wait here; an interrupt here cancels it there."""
-        future = self.spawn(coroutine)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def stop(self) -> None:
-        if self._thread.is_alive():
-            self.run(self._cancel_all())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-
-    async def _cancel_all(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
 
 
 class ServerProcess:

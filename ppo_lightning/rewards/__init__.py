@@ -49,8 +49,11 @@ class Reward:
     def __call__(self, response: str, label: Any = None) -> float:
         return self.batch([(response, label)])[0].value
 
-    def batch(self, pairs: Sequence[tuple[str, Any]]) -> list[Outcome]:
-        """Score (response, label) pairs. A missing label where one is needed raises RewardError."""
+    def batch(
+        self, pairs: Sequence[tuple[str, Any]], cancelled: Callable[[], bool] = lambda: False
+    ) -> list[Outcome]:
+        """Score (response, label) pairs. A missing label where one is needed raises RewardError, and so do
+        the worker processes soon after `cancelled` has turned true."""
         for row, (_, label) in enumerate(pairs):
             if self.needs_label and label is None:
                 raise RewardError(f"reward {self.name!r} needs a label and pair {row} has none")
@@ -59,7 +62,7 @@ class Reward:
         from ppo_lightning.rewards.sandbox import shared
 
         target = f"{self.function.__module__}:{self.function.__qualname__}"
-        return shared().score(target, pairs, seconds=self.seconds)
+        return shared().score(target, pairs, seconds=self.seconds, cancelled=cancelled)
 
 
 _REGISTRY: dict[str, Reward] = {}

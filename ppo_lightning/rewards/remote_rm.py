@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ppo_lightning.rewards import RewardError
@@ -44,25 +46,28 @@ class RemoteReward:
 
     async def score(self, samples: Sequence[Sample]) -> list[Any]:
         """The decoded replies, in order. RewardError names the service and its last answer."""
-        import httpx
-
-        limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
-        slots = asyncio.Semaphore(self.concurrency)
-        async with httpx.AsyncClient(timeout=self.seconds, limits=limits) as client:
-            tasks = [asyncio.create_task(self._one(client, slots, sample)) for sample in samples]
+        async with self.session() as send:
+            tasks = [asyncio.ensure_future(send(body_of(sample))) for sample in samples]
             try:
                 return await asyncio.gather(*tasks)
             finally:
                 for task in tasks:  # the first error ends all
                     task.cancel()
 
-    async def _one(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, sample: Sample) -> Any:
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[Callable[[bytes], Awaitable[Any]]]:
+        """A function that sends one body and returns the decoded reply; its calls share the connections."""
+        import httpx
+
+        limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
+        slots = asyncio.Semaphore(self.concurrency)
+        async with httpx.AsyncClient(timeout=self.seconds, limits=limits) as client:
+            yield partial(self._one, client, slots)
+
+    async def _one(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, body: bytes) -> Any:
         import httpx
         import tenacity
 
-        payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
-        # ASCII with escapes: a lone surrogate in a response cannot be written as UTF-8.
-        body = json.dumps(payload, default=str).encode("ascii")
         retry = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self.attempts),
             wait=tenacity.wait_exponential_jitter(initial=self.pause, max=30.0, jitter=self.pause),
@@ -99,6 +104,13 @@ class RemoteReward:
             return reply.json()
         except (ValueError, RecursionError) as error:  # JSON may be nested deeper than Python can follow
             raise RewardError(f"remote_rm: {self.url} answered no JSON that can be read: {head!r}") from error
+
+
+def body_of(sample: Sample) -> bytes:
+    """What is sent to the service."""
+    payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    # ASCII with escapes: a lone surrogate in a response cannot be written as UTF-8.
+    return json.dumps(payload, default=str).encode("ascii")
 
 
 class _Busy(RuntimeError):

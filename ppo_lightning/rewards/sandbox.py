@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,7 @@ BATCH_CHARS = 1 << 22  # of one message
 START_SECONDS = 120.0  # for an interpreter to start, or for a family's imports
 WALL_FACTOR = 60.0  # wall time per CPU second after which a silent worker counts as stuck
 MAX_WORKERS = 8
+LOOK_SECONDS = 0.5  # between looks whether a call is still wanted
 
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]);"
@@ -114,18 +115,25 @@ class Sandbox:
         # long as we do.
         self._spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-spawner")
 
-    def score(self, target: str, pairs: Sequence[tuple[str, Any]], seconds: float = 0.5) -> list[Outcome]:
+    def score(
+        self,
+        target: str,
+        pairs: Sequence[tuple[str, Any]],
+        seconds: float = 0.5,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> list[Outcome]:
         """Score each (response, label) with `target`, "package.module:function", in at most `seconds` of
         CPU time each.
 
-        An error raised by the function raises RewardError here, with its traceback.
+        An error raised by the function raises RewardError here, with its traceback; so does `cancelled`,
+        within a second of turning true.
         """
         if not pairs:
             return []
-        with self._lock:
+        with self._turn(cancelled):
             job = _Job(target, pairs, seconds, self.workers)
             try:
-                self._run(job)
+                self._run(job, cancelled)
             except BaseException:  # answers may be under way: no worker is in a known state
                 self._stop()
                 raise
@@ -140,8 +148,18 @@ class Sandbox:
         while self._pool:
             self._pool.pop().kill()
 
-    def _run(self, job: _Job) -> None:
+    @contextlib.contextmanager
+    def _turn(self, cancelled: Callable[[], bool]) -> Iterator[None]:
+        while not self._lock.acquire(timeout=LOOK_SECONDS):
+            _go_on(cancelled)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _run(self, job: _Job, cancelled: Callable[[], bool]) -> None:
         while job.open:
+            _go_on(cancelled)
             self._assign(job)
             if not self._pool:  # every worker was found dead
                 continue
@@ -149,7 +167,7 @@ class Sandbox:
                 for worker in self._pool:
                     selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
                 waited = min(w.deadline for w in self._pool) - time.monotonic()
-                events = selector.select(max(0.0, waited))
+                events = selector.select(min(max(0.0, waited), LOOK_SECONDS))
             for key, _ in events:
                 messages = key.data.lines()
                 if messages is None:
@@ -224,6 +242,11 @@ class Sandbox:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **_ENVIRONMENT}
         )
         return _Worker(process, deadline=time.monotonic() + START_SECONDS)
+
+
+def _go_on(cancelled: Callable[[], bool]) -> None:
+    if cancelled():
+        raise RewardError("the scoring was given up")
 
 
 def default_workers() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from ppo_lightning.callbacks import PPOCallback, RolloutCallback
+from ppo_lightning.callbacks import PPOCallback, RewardCallback, RolloutCallback
 from ppo_lightning.config import PPOConfig
 from ppo_lightning.engines.base import Engine, SamplingParams
 from ppo_lightning.engines.hf import HFEngine
 from ppo_lightning.run import evaluate
-from ppo_lightning.samples import Sample
+from ppo_lightning.samples import Sample, Status
 from tests.distributed.ranks import run_ranks
 from tests.fitting import DigitShare, fit_rank, prepare
 
@@ -88,6 +89,56 @@ def test_an_engine_that_slept_has_weights_again(options: dict[str, Any], tmp_pat
     (slept,) = fit(1, changed | asleep | {"output_dir": str(tmp_path / "slept")}, callbacks)
     assert slept["rollouts"] == awake["rollouts"]
     assert slept["weights"] == awake["weights"]
+
+
+class Reports(PPOCallback):
+    """Counts the responses that were reported and the rewards that began with them, by rank, in files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.told = directory, 0
+
+    def on_response_end(self, trainer: pl.Trainer, module: Any, sample: Sample) -> None:
+        assert sample.status is not Status.PENDING
+        self.told += 1
+
+    def on_rollout_end(self, trainer: pl.Trainer, module: Any, samples: list[Sample]) -> None:
+        begun = [t.name for t in threading.enumerate() if t.name.startswith("early-reward")]
+        with (self.directory / f"reports{trainer.global_rank}").open("a") as file:
+            file.write(json.dumps([self.told, len(samples), len(begun)]) + "\n")
+        self.told = 0
+
+
+def all_at_once(
+    samples: Sequence[Sample], engine: Engine, params: SamplingParams, seeds: Sequence[int]
+) -> None:
+    engine.generate(samples, params, seeds)
+
+
+def test_a_run_is_the_same_with_rewards_that_begin_early(options: dict[str, Any], tmp_path: Path) -> None:
+    """Two ranks, dynamic draws; evaluation in between is scored as a whole."""
+    rows = [json.loads(line) for line in Path(options["prompt_data"]).read_text().splitlines()]
+    labelled = tmp_path / "labelled.jsonl"
+    labelled.write_text("".join(json.dumps(row | {"label": row["input"]}) + "\n" for row in rows))
+    changed = options | {
+        "prompt_data": str(labelled),
+        "label_key": "label",
+        "eval_interval": 2,
+        "eval_prompt_data": ("some", str(labelled)),
+        "dynamic_sampling_filter_path": "ppo_lightning.loop:rewards_differ",
+    }
+    seen = {}
+    for name, rollout in (("early", RolloutCallback()), ("late", RolloutCallback(generate=all_at_once))):
+        directory = tmp_path / name
+        directory.mkdir()
+        callbacks = [rollout, RewardCallback("f1"), RewardCallback("dapo", weight=0.1), Reports(directory)]
+        seen[name] = fit(2, changed | {"output_dir": str(directory / "out")}, callbacks)
+        for rank in range(2):
+            lines = [json.loads(line) for line in (directory / f"reports{rank}").read_text().splitlines()]
+            assert len(lines) >= 3
+            for told, written, begun in lines:
+                # a rank may have no share of a later draw
+                assert (told, begun) == ((written, 2 * bool(written)) if name == "early" else (0, 0))
+    assert seen["early"] == seen["late"]
 
 
 async def two_turns(
