@@ -19,8 +19,9 @@ from tests.test_launcher import environment, gone
 
 
 def command(folder: Path) -> list[str]:
-    """Two ranks, more rollouts than anybody waits for, a checkpoint after each."""
-    options = prepare(folder) | {"num_rollout": 10_000, "save_interval": 1, "rm_type": "random"}
+    """Two ranks with scoring processes, more rollouts than anybody waits for, a checkpoint after each."""
+    options = prepare(folder) | {"num_rollout": 10_000, "save_interval": 1}
+    options |= {"rm_type": "f1", "label_key": "input"}
     config = folder / "config.yaml"
     config.write_text(json.dumps(options | {"actor_num_gpus_per_node": 2}))  # JSON is YAML
     return [sys.executable, "-m", "ppo_lightning", "fit", "--config", str(config)]

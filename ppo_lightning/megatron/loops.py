@@ -70,12 +70,10 @@ def heads(joint, each, weights, normed, eps, cos, sin, query, key, value, scales
     for group in range(low * groups, high * groups):
         i, first = group // groups, group * (each + 2)
         for head in range(each + 1):
+            out, at, kind = (query, group * each + head, 0) if head < each else (key, group, 1)
             scale = inverse_rms(joint[first + head], eps) if normed else np.float32(1)
             scales[group * (each + 1) + head] = scale
-            if head < each:
-                _turn(joint, first + head, scale, weights, 0, cos, sin, i, query, group * each + head)
-            else:
-                _turn(joint, first + head, scale, weights, 1, cos, sin, i, key, group)
+            _turn(joint, first + head, scale, weights, kind, cos, sin, i, out, at)
         for k in range(value.shape[1]):
             value[group, k] = joint[first + each + 1, k]
 
@@ -101,26 +99,24 @@ def heads_backward(
     for group in range(low * groups, high * groups):
         i, first = group // groups, group * (each + 2)
         for head in range(each + 1):
-            row, kind = first + head, head // each
-            if kind:
-                _turn_back(key, group, cos, sin, i, turned)
-            else:
-                _turn_back(query, group * each + head, cos, sin, i, turned)
+            grad, at, kind = (query, group * each + head, 0) if head < each else (key, group, 1)
+            row, scale = first + head, scales[group * (each + 1) + head]
             if normed:
-                scale, block = scales[group * (each + 1) + head], i // BLOCK * 2 + kind
+                _turn_back(grad, at, cos, sin, i, turned, 0)
+                block = i // BLOCK * 2 + kind
                 _norm_slope(joint, row, weights, kind, scale, turned, 0, out, grad_weights, block)
             else:
-                out[row] = turned[0]
+                _turn_back(grad, at, cos, sin, i, out, row)
         for k in range(value.shape[1]):
             out[first + each + 1, k] = value[group, k]
 
 
 @loop
-def _turn_back(grad, at, cos, sin, i, out):
+def _turn_back(grad, at, cos, sin, i, out, row):
     half = cos.shape[1]
     for k in range(half):
-        out[0, k] = grad[at, k] * cos[i, k] + grad[at, k + half] * sin[i, k]
-        out[0, k + half] = grad[at, k + half] * cos[i, k] - grad[at, k] * sin[i, k]
+        out[row, k] = grad[at, k] * cos[i, k] + grad[at, k + half] * sin[i, k]
+        out[row, k + half] = grad[at, k + half] * cos[i, k] - grad[at, k] * sin[i, k]
 
 
 @loop

@@ -116,14 +116,10 @@ def all_at_once(
 
 def test_a_run_is_the_same_with_rewards_that_begin_early(options: dict[str, Any], tmp_path: Path) -> None:
     """Two ranks, dynamic draws; evaluation in between is scored as a whole."""
-    rows = [json.loads(line) for line in Path(options["prompt_data"]).read_text().splitlines()]
-    labelled = tmp_path / "labelled.jsonl"
-    labelled.write_text("".join(json.dumps(row | {"label": row["input"]}) + "\n" for row in rows))
     changed = options | {
-        "prompt_data": str(labelled),
-        "label_key": "label",
+        "label_key": "input",
         "eval_interval": 2,
-        "eval_prompt_data": ("some", str(labelled)),
+        "eval_prompt_data": ("some", options["prompt_data"]),
         "dynamic_sampling_filter_path": "ppo_lightning.loop:rewards_differ",
     }
     seen = {}
