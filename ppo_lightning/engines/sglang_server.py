@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import psutil
@@ -20,7 +20,6 @@ import psutil
 from ppo_lightning.engines.base import EngineError
 from ppo_lightning.engines.sglang_cpu import PARENT
 
-R = TypeVar("R")
 POLL = 0.25  # seconds between looks at a process or a server that is starting
 TAIL = 30  # lines of a log that an error shows
 
