@@ -20,9 +20,23 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+
+def _compiler(*fastmath: str) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator that compiles a function for float arrays, without the interpreter's lock."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath)}
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        try:
+            return njit(function, cache=True, **options)
+        except RuntimeError:  # no place where it can be kept: every process compiles it
+            return njit(function, **options)
+
+    return compiled
+
+
 # sums may be taken in any order, as in every matrix product; NaN and infinity mean what they always do
-loop = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
-_exact = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
+loop = _compiler("contract", "reassoc", "nsz")
+_exact = _compiler("contract")
 
 
 def spread(function: Callable[..., Any], rows: int, *arguments: Any, multiple: int = 1) -> None:

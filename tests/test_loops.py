@@ -53,6 +53,13 @@ def test_exp_at_its_ends() -> None:
     assert np.isnan(out[4])
 
 
+def test_a_loop_that_cannot_be_kept_is_compiled_all_the_same() -> None:
+    """As in an installation that nobody may write to."""
+    home: dict[str, Any] = {}
+    exec("def twice(x):\n    return x + x", home)
+    assert loop(home["twice"])(np.float32(2)) == 4
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("rows", [1, 4, 7, 30])
 def test_spread_gives_every_row_to_one_call(threads: Any, count: int, rows: int) -> None:
