@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 
@@ -57,23 +56,6 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not live on in a forked rank
-
-
-@intrinsic
-def prefetch(typing: Any, array: Any, i: Any, k: Any) -> Any:
-    """Ask for the cache line of array[i, k], a float32 [n, k] without gaps."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        whole = context.make_array(signature.args[0])(context, builder, args[0])
-        width = cgutils.unpack_tuple(builder, whole.shape)[1]
-        place = builder.gep(whole.data, [builder.add(builder.mul(args[1], width), args[2])])
-        word, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [builder.bitcast(place, byte), word(0), word(3), word(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, i, k), emit
 
 
 @intrinsic

@@ -267,7 +267,7 @@ class EngineContract:
         done = threading.Event()
 
         def abort() -> None:
-            while not done.wait(0.2):
+            while not done.wait(0.02):
                 engine.abort()
 
         thread = threading.Thread(target=abort)

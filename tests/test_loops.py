@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numba import TypingError
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from ppo_lightning.compiled import exp, loop, spread
-from ppo_lightning.engines import loops
 from ppo_lightning.engines.base import SamplingParams
 from ppo_lightning.engines.dense import DenseDecoder
 from ppo_lightning.engines.hf import HFEngine
+from ppo_lightning.engines.products import LANES, linear
 from ppo_lightning.engines.sampling import draw
 from ppo_lightning.samples import Sample
 from tests.tinymodel import make_tiny_model, make_tokenizer
@@ -101,22 +102,43 @@ def test_threads_are_made_anew_in_a_forked_process(threads: Any) -> None:
 # products ---------------------------------------------------------------------------------------------
 
 
+def panels(x: np.ndarray) -> np.ndarray:
+    """[8 p, k] -> [p, k, 8] fp32"""
+    return np.array(x.reshape(-1, LANES, x.shape[1]).transpose(0, 2, 1), np.float32, order="C")
+
+
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize(("columns", "inputs"), [(1, 1), (2, 7), (6, 64), (11, 5000), (64, 2049)])
-def test_products_are_those_of_float64(columns: int, inputs: int, add: bool) -> None:
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(("columns", "inputs"), [(1, 1), (2, 7), (6, 64), (11, 5000), (64, 1025)])
+def test_products_are_those_of_float64(columns: int, inputs: int, count: int, add: bool) -> None:
     random = np.random.default_rng(0)
-    x, w = random.normal(size=(8, inputs)), random.normal(size=(columns, inputs))
-    out = random.normal(size=(8, columns)).astype(np.float32)
-    expected = x.astype(np.float32).astype(np.float64) @ w.astype(np.float32).astype(np.float64).T + add * out
-    loops.linear(x.astype(np.float32), w.astype(np.float32), out, 0, 8, add)
-    assert np.abs(out - expected).max() < 1e-6 * inputs
+    x, w = random.normal(size=(LANES * count, inputs)), random.normal(size=(columns, inputs))
+    before = random.normal(size=(LANES * count, columns)).astype(np.float32)
+    out, x, w = panels(before), x.astype(np.float32), w.astype(np.float32)
+    linear(panels(x), w, out, 0, count, add)
+    expected = x.astype(np.float64) @ w.astype(np.float64).T + add * before
+    assert np.abs(out.transpose(0, 2, 1).reshape(expected.shape) - expected).max() < 1e-6 * inputs
 
 
-def test_products_touch_no_other_rows() -> None:
-    x, w, out = np.ones((12, 5)), np.ones((4, 5)), np.full((12, 4), 7.0)
+def test_products_touch_no_other_panels() -> None:
+    x, w, out = np.ones((4, 5, LANES)), np.ones((7, 5)), np.full((4, 7, LANES), 7.0)
     x, w, out = (a.astype(np.float32) for a in (x, w, out))
-    loops.linear(x, w, out, 4, 8, False)
-    assert out[:, 0].tolist() == [7] * 4 + [5] * 4 + [7] * 4
+    linear(x, w, out, 1, 3, False)
+    assert out[:, 0, 0].tolist() == [7, 5, 5, 7]
+    assert (out == out[:, :1, :1]).all()
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        [np.ones((1, 5)), np.ones((7, 5)), np.ones((1, 7))],
+        [np.ones((1, 5, LANES)), np.ones((5, 7)).T, np.ones((1, 7, LANES))],
+    ],
+)
+def test_products_take_nothing_but_panels_and_whole_weights(arrays: list[np.ndarray]) -> None:
+    """An array that lies otherwise would be read beyond its end."""
+    with pytest.raises(TypingError):
+        linear(*(np.array(x, np.float32, order="K", copy=True) for x in arrays), 0, 1, False)
 
 
 # sampling ---------------------------------------------------------------------------------------------
@@ -217,26 +239,26 @@ def test_steps_are_those_of_the_modules(checkpoint: Path) -> None:
 
 def test_a_row_does_not_depend_on_the_others_nor_on_threads(checkpoint: Path, threads: Any) -> None:
     """Bit for bit."""
-    tokens = torch.arange(18).view(2, 9)
+    tokens = torch.arange(38).view(2, 19)
     model = HFEngine(str(checkpoint))._loaded()
     decoder = DenseDecoder(model)
 
     def logits(rows: list[int]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        shape = (9, decoder.groups, 3, decoder.width)
+        shape = (19, decoder.groups, 3, decoder.width)
         layers = len(decoder.head_norms)
         read = [torch.randn(shape, generator=generator)[rows] for _ in range(2 * layers)]
-        starts = torch.tensor([0, 1, 2] * 3)[rows]
+        starts = torch.tensor([0, 1, 2] * 6 + [0])[rows]
         cache = decoder.cache(read[:layers], read[layers:], starts, 2)
         angles = decoder.angles(5)
         with torch.inference_mode():
             decoder.step(tokens[0, rows], cache, angles)
             return decoder.step(tokens[1, rows], cache, angles).clone()
 
-    everything = logits(list(range(9)))
-    assert torch.equal(logits([6, 2, 3]), everything[[6, 2, 3]])
+    everything = logits(list(range(19)))
+    assert torch.equal(logits([6, 2, 18]), everything[[6, 2, 18]])
     threads(3)
-    assert torch.equal(logits(list(range(9))), everything)
+    assert torch.equal(logits(list(range(19))), everything)
 
 
 def test_models_whose_layers_differ_are_left_to_their_modules(tmp_path: Path) -> None:

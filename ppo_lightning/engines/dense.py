@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ppo_lightning.compiled import spread
 from ppo_lightning.engines import loops
+from ppo_lightning.engines.products import LANES
 
 MODEL_TYPES = ("qwen3", "qwen2", "llama")
 ROPE_TYPES = ("default", "linear", "llama3")  # whose frequencies do not depend on the length
@@ -109,25 +110,24 @@ class DenseDecoder:
 
     def step(self, token: Tensor, cache: Cache, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Logits [b, V] after `token` [b], which joins the cache; the next step overwrites them."""
-        rows, t = len(token), cache.length
-        padded = -(-rows // loops.ROWS) * loops.ROWS
-        work = self._buffers(padded)
+        panels, t = -(-len(token) // LANES), cache.length
+        work = self._buffers(panels)
         seen = tuple(map(_array, (cache.keys, cache.values, cache.starts, *angles)))
-        arguments = (_array(token), self._weights, seen, work, t)
-        spread(loops.step, padded, *arguments, multiple=loops.ROWS)
+        spread(loops.step, panels, _array(token), self._weights, seen, work, t)
         cache.length = t + 1
-        return torch.from_numpy(work[-1])[:rows]
+        return torch.from_numpy(work[-1])[: len(token)]
 
-    def _buffers(self, rows: int) -> tuple[np.ndarray, ...]:
-        """What `loops.step` works in, for at least so many rows."""
-        if not self._work or len(self._work[0]) < rows:
+    def _buffers(self, panels: int) -> tuple[np.ndarray, ...]:
+        """What `loops.step` works in, for at least so many panels."""
+        if not self._work or len(self._work[0]) < panels:
             hidden, both = self.norms.size(-1), self.products[2].size(1)
             heads = (self.heads + 2 * self.groups, self.heads)
-            joint, attended = (np.zeros((rows, n, self.width), np.float32) for n in heads)
-            flat = (joint.reshape(rows, -1), attended.reshape(rows, -1))
-            sizes = (hidden, hidden, both, both // 2, self._weights[1].shape[0])
-            x, y, *rest = (np.zeros((rows, size), np.float32) for size in sizes)
-            self._work = (x, y, joint, attended, *flat, *rest)
+            widths = (hidden, hidden, *(n * self.width for n in heads), both, both // 2)
+            work = [torch.zeros(panels, width, LANES) for width in widths]
+            part = torch.zeros(panels, loops.PART, LANES)
+            logits = torch.zeros(panels * LANES, self._weights[1].shape[0])
+            arrays = (*work, *(x.flatten(1) for x in work[-2:]), part, logits)
+            self._work = tuple(map(_array, arrays))
         return self._work
 
 

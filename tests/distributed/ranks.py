@@ -96,11 +96,14 @@ def _collect(processes: list[BaseProcess], pipes: list[Connection], timeout: flo
                 f"ranks {sorted(waiting.values())} of {len(pipes)} gave no answer within {timeout:g} s"
             )
         failures: list[tuple[float, int, str]] = []
-        for pipe in ready:
-            rank = waiting[pipe]
-            failure = _receive(pipe, rank, processes[rank], results)
-            if failure:
-                failures.append(failure)
+        while ready:
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                failure = _receive(pipe, rank, processes[rank], results)
+                if failure:
+                    failures.append(failure)
+            # a peer may tell of its loss before the one that is lost is seen to have ended
+            ready = wait(list(waiting), 0.3) if failures and waiting else []
         if failures:
             _, rank, text = min(failures)  # the others fail because a peer is gone
             raise RankError(f"rank {rank} of {len(pipes)}:\n{text}")
@@ -114,7 +117,7 @@ def _receive(
         at, succeeded, value = pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(5)
-        return time.monotonic(), rank, f"died without a word, exit code {process.exitcode}"
+        return 0.0, rank, f"died without a word, exit code {process.exitcode}"
     if not succeeded:
         return at, rank, value
     results[rank] = value
