@@ -77,10 +77,25 @@ class ModelShape:
         layers = self.layers * (self.layer_matrices + self.layer_norms)
         return self.vocab * self.hidden + layers + self.hidden + head
 
-    def parameters_on(self, stage: int, tp: int, pp: int, *, value_head: bool = False) -> int:
+    def stage_layers(self, pp: int, vpp: int = 1, *, value_head: bool = False) -> tuple[int, ...]:
+        """Layers of each pipeline stage. The last one multiplies with the output layer too and gets fewer,
+        so that the slowest stage has as little to multiply as can be; where that makes no difference, and
+        where stages are interleaved, all have as many."""
+        if pp == 1 or vpp > 1:
+            return (self.layers // pp,) * pp
+        output = 0.0 if value_head else self.vocab * self.hidden / self.layer_matrices
+        few = range(1, self.layers - pp + 2)  # on the last stage, with one at least on each of the others
+        most = {n: max(math.ceil((self.layers - n) / (pp - 1)), n + output) for n in few}
+        last = min(most, key=lambda n: (most[n], abs(n - self.layers / pp)))
+        each, more = divmod(self.layers - last, pp - 1)
+        # a stage near the beginning keeps activations of more micro-batches: it has the fewer layers
+        return (*(each + (stage >= pp - 1 - more) for stage in range(pp - 1)), last)
+
+    def parameters_on(self, stage: int, tp: int, pp: int, vpp: int = 1, *, value_head: bool = False) -> int:
         """Of a rank on pipeline stage `stage`. A tied embedding lies on the first and on the last stage."""
         vocabulary = math.ceil(self.vocab / tp) * self.hidden
-        count = self.layers // pp * (self.layer_matrices // tp + self.layer_norms)
+        layers = self.stage_layers(pp, vpp, value_head=value_head)[stage]
+        count = layers * (self.layer_matrices // tp + self.layer_norms)
         if stage == 0:
             count += vocabulary
         if stage == pp - 1:
@@ -112,14 +127,13 @@ def layout_problems(shape: ModelShape, config: PPOConfig) -> Iterator[tuple[str,
             "tensor_model_parallel_size",
             f"TP {tp} does not divide {' and '.join(wrong)}; use {_listed(fitting)}",
         )
-    if shape.layers % pp:
-        fitting = _divisors(shape.layers)
+    if pp > shape.layers:
         yield (
             "pipeline_model_parallel_size",
-            f"PP {pp} does not divide {shape.layers} layers; use {_listed(fitting)}",
+            f"PP {pp} leaves stages without a layer: the model has {shape.layers}; use at most as many",
         )
-    elif shape.layers % (pp * vpp):
-        fitting = _divisors(shape.layers // pp)
+    elif vpp > 1 and shape.layers % (pp * vpp):
+        fitting = _divisors(shape.layers // pp) if shape.layers % pp == 0 else [1]
         yield (
             "virtual_pipeline_model_parallel_size",
             f"PP {pp} x VPP {vpp} does not divide {shape.layers} layers; use VPP {_listed(fitting)}",

@@ -104,9 +104,7 @@ def memory(config: PPOConfig, shape: ModelShape, stage: int, role: str) -> Memor
     """Of "actor", "critic" or "reference" on a rank of pipeline stage `stage`, without activations. Gradients
     are summed in fp32; the distributed optimizer shards its state over DP x CP."""
     m = config.model
-    count = shape.parameters_on(
-        stage, m.tensor_model_parallel_size, m.pipeline_model_parallel_size, value_head=role == "critic"
-    )
+    count = _parameters_on(config, shape, stage, role)
     weights = count * (2 if m.bf16 else 4)
     if role == "reference":
         return Memory(weights)
@@ -114,6 +112,16 @@ def memory(config: PPOConfig, shape: ModelShape, stage: int, role: str) -> Memor
     share = math.ceil(count / shards)
     state = 8 if config.optimizer.optimizer == "adam" else 4
     return Memory(weights, share * 4 if m.bf16 else 0, count * 4, share * state)
+
+
+def _parameters_on(config: PPOConfig, shape: ModelShape, stage: int, role: str) -> int:
+    m = config.model
+    sizes = (
+        m.tensor_model_parallel_size,
+        m.pipeline_model_parallel_size,
+        m.virtual_pipeline_model_parallel_size or 1,
+    )
+    return shape.parameters_on(stage, *sizes, value_head=role == "critic")
 
 
 def roles(config: PPOConfig) -> list[str]:
@@ -163,12 +171,22 @@ def _layout_table(config: PPOConfig, shape: ModelShape) -> Table:
 
 
 def _layers_of(config: PPOConfig, shape: ModelShape, stage: int) -> str:
-    """'0-13', or several ranges where stages are interleaved."""
+    """'0-13', or several ranges where stages are interleaved; the critic's beside it where they differ."""
     pp = config.model.pipeline_model_parallel_size
     chunks = config.model.virtual_pipeline_model_parallel_size or 1
-    size = shape.layers // (pp * chunks)
-    starts = [(chunk * pp + stage) * size for chunk in range(chunks)]
-    return ", ".join(f"{start}-{start + size - 1}" if size > 1 else str(start) for start in starts)
+    if chunks > 1:
+        size = shape.layers // (pp * chunks)
+        return ", ".join(_range((chunk * pp + stage) * size, size) for chunk in range(chunks))
+    texts = {}
+    for role in roles(config):
+        layers = shape.stage_layers(pp, value_head=role == "critic")
+        texts[role] = _range(sum(layers[:stage]), layers[stage])
+    own = texts["actor"]
+    return own if texts.get("critic", own) == own else f"{own}, critic {texts['critic']}"
+
+
+def _range(start: int, size: int) -> str:
+    return f"{start}-{start + size - 1}" if size > 1 else str(start)
 
 
 def _batch_table(config: PPOConfig) -> Table:
@@ -217,16 +235,10 @@ def batch_arithmetic(config: PPOConfig) -> Iterator[tuple[str, str]]:
 
 def _parameter_table(config: PPOConfig, shape: ModelShape) -> Table:
     table = _table("Parameters", "model", "whole", *(f"on stage {s}" for s in _stages(config)))
-    m = config.model
     for role in roles(config):
-        head = role == "critic"
-        parts = [
-            shape.parameters_on(
-                s, m.tensor_model_parallel_size, m.pipeline_model_parallel_size, value_head=head
-            )
-            for s in _stages(config)
-        ]
-        table.add_row(role, *(f"{count:,}" for count in (shape.parameters(value_head=head), *parts)))
+        parts = [_parameters_on(config, shape, s, role) for s in _stages(config)]
+        whole = shape.parameters(value_head=role == "critic")
+        table.add_row(role, *(f"{count:,}" for count in (whole, *parts)))
     return table
 
 

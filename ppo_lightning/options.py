@@ -84,7 +84,9 @@ class ModelOptions:
     auto_fallback: bool = switch("a damaged newest checkpoint: take the one before it instead of stopping")
     finetune: bool = switch("take only weights from --load: fresh optimizers, schedules and loop")
     tensor_model_parallel_size: int = option(1, "ranks that share each layer (TP)", at_least=1)
-    pipeline_model_parallel_size: int = option(1, "ranks that share the stack of layers (PP)", at_least=1)
+    pipeline_model_parallel_size: int = option(
+        1, "ranks that share the stack of layers (PP), by their work: the output layer counts", at_least=1
+    )
     virtual_pipeline_model_parallel_size: int | None = option(
         None, "model chunks a pipeline rank holds, interleaved (VPP)", at_least=1
     )

@@ -378,7 +378,10 @@ def test_a_model_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             {"tensor_model_parallel_size": 4},
             "TP 4 does not divide 6 attention heads and 6 key/value heads; use 1, 2, 3 or 6",
         ),
-        ({"pipeline_model_parallel_size": 3}, "PP 3 does not divide 4 layers; use 1, 2 or 4"),
+        (
+            {"pipeline_model_parallel_size": 6},
+            "PP 6 leaves stages without a layer: the model has 4; use at most as many",
+        ),
         (
             {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4},
             "PP 2 x VPP 4 does not divide 4 layers; use VPP 1 or 2",
@@ -418,6 +421,36 @@ def test_parameter_counts_are_those_of_transformers(arch: str, tied: bool, tmp_p
     # two stages hold it all, a tied embedding twice
     both = sum(shape.parameters_on(stage, tp=1, pp=2) for stage in (0, 1))
     assert both == sum(sizes.values()) + (320 * 64 if tied else 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "vocab", "pp", "actor", "critic"),
+    [
+        (8, 8192, 2, (5, 3), (4, 4)),  # the output layer is as much as 2.4 layers: 5 and 5.4, not 4 and 6.4
+        (8, 512, 2, (4, 4), (4, 4)),  # as 0.15 layers: 4 and 4.15
+        (8, 8192, 4, (2, 2, 3, 1), (2, 2, 2, 2)),
+        (7, 512, 2, (4, 3), (4, 3)),
+        (10, 8192, 3, (4, 4, 2), (3, 4, 3)),
+        (3, 100_000, 3, (1, 1, 1), (1, 1, 1)),
+    ],
+)
+def test_stages_have_as_much_to_multiply(
+    layers: int, vocab: int, pp: int, actor: tuple[int, ...], critic: tuple[int, ...]
+) -> None:
+    shape = ModelShape("qwen3", layers, 384, 768, 4, 2, 96, vocab, True, 1024)
+    assert shape.stage_layers(pp) == actor
+    assert shape.stage_layers(pp, value_head=True) == critic
+
+
+def test_stages_of_every_size_hold_every_layer() -> None:
+    for layers in range(1, 30):
+        for pp in range(1, layers + 1):
+            shape = ModelShape("qwen3", layers, 64, 128, 4, 2, 16, 2048, True, 1024)
+            for value_head in (False, True):
+                stages = shape.stage_layers(pp, value_head=value_head)
+                assert sum(stages) == layers
+                assert min(stages) >= 1
+                assert len(stages) == pp
 
 
 def test_ranks_stand_where_megatron_puts_them() -> None:

@@ -142,12 +142,12 @@ def build_model(
     """This rank's share of the model, one module per virtual stage; parameters are not initialized.
 
     `params_dtype` is for conversions, which compute nothing: it stores parameters in that type.
-    Raises UnsupportedArchitectureError, or ValueError where the topology does not divide the model.
+    Raises UnsupportedArchitectureError, or ValueError where the model does not fit the topology.
     """
     cpu.prepared()
     arch = architecture(hf_config)
     check_division(arch, topology)
-    config = transformer_config(hf_config, topology, options, params_dtype)
+    config = transformer_config(hf_config, topology, options, params_dtype, value_head=value_head)
     models: list[nn.Module] = []
     for stage in range(topology.vpp or 1):
         vp_stage = stage if topology.vpp else None
@@ -173,7 +173,12 @@ def build_model(
 
 
 def transformer_config(
-    hf_config: Any, topology: Topology, options: ModelOptions, params_dtype: torch.dtype | None = None
+    hf_config: Any,
+    topology: Topology,
+    options: ModelOptions,
+    params_dtype: torch.dtype | None = None,
+    *,
+    value_head: bool = False,
 ) -> TransformerConfig:
     """Megatron's configuration: gradients are summed over data and context ranks, and divided by nothing."""
     arch = architecture(hf_config)
@@ -198,6 +203,7 @@ def transformer_config(
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
         virtual_pipeline_model_parallel_size=topology.vpp,
+        pipeline_model_parallel_layout=_uneven_stages(arch, topology, value_head=value_head),
         context_parallel_size=topology.cp,
         sequence_parallel=topology.sequence_parallel,
         params_dtype=dtype,
@@ -222,6 +228,12 @@ def transformer_config(
         apply_rope_fusion=cuda and _use_te(options),
         gradient_accumulation_fusion=False,
     )
+
+
+def _uneven_stages(arch: ModelShape, topology: Topology, *, value_head: bool) -> str | None:
+    """Megatron's notation of stages with unlike numbers of layers: "Ett|tL" """
+    layers = arch.stage_layers(topology.pp, topology.vpp or 1, value_head=value_head)
+    return None if len(set(layers)) == 1 else "E" + "|".join("t" * n for n in layers) + "L"
 
 
 def _sum_grads(models: list[nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
@@ -273,7 +285,7 @@ def _inverse_frequencies(hf_config: Any, arch: ModelShape) -> Tensor:
 
 def check_division(arch: ModelShape, topology: Topology) -> None:
     """Raises ValueError naming every size of the layout that does not divide the model."""
-    tp, stages = topology.tp, topology.pp * (topology.vpp or 1)
+    tp = topology.tp
     problems = [
         f"TP {tp} does not divide its {count} {what}"
         for what, count in (("attention heads", arch.heads), ("key/value heads", arch.kv_heads))
@@ -281,9 +293,11 @@ def check_division(arch: ModelShape, topology: Topology) -> None:
     ]
     if arch.ffn % tp:
         problems.append(f"TP {tp} does not divide its MLP width {arch.ffn}")
-    if arch.layers % stages:
+    if arch.layers < topology.pp:
+        problems.append(f"PP {topology.pp} leaves stages without one of its {arch.layers} layers")
+    elif topology.vpp and arch.layers % (topology.pp * topology.vpp):
         problems.append(
-            f"PP {topology.pp} x {topology.vpp or 1} virtual stages do not divide its {arch.layers} layers"
+            f"PP {topology.pp} x {topology.vpp} virtual stages do not divide its {arch.layers} layers"
         )
     if problems:
         raise ValueError(f"the {arch.model_type} model does not fit the layout: " + "; ".join(problems))

@@ -74,11 +74,19 @@ def test_the_first_update_is_on_policy(options: dict[str, Any], tmp_path: Path) 
     assert all(math.isfinite(v) for row in rows for v in row.values())
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp1_pp2_cp2"])
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "tp1_pp2_cp2": (4, {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}),
+    "uneven_pp2": (2, {"pipeline_model_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_agree_with_one_rank(options: dict[str, Any], tmp_path: Path, layout: str) -> None:
     """The same rollouts and the same numbers, on every rank, whatever the layout."""
-    sizes = {} if layout == "dp2" else {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}
-    world = 2 if layout == "dp2" else 4
+    world, sizes = LAYOUTS[layout]
+    if layout == "uneven_pp2":  # the actor's stages have 3 and 1 layers, the critic's 2 each
+        options = options | prepare(tmp_path, num_hidden_layers=4, vocab_size=1500)
     (one,) = fit(1, options | {"output_dir": str(tmp_path / "one")})
     ranks = fit(world, options | sizes | {"output_dir": str(tmp_path / layout)})
     for seen in ranks:

@@ -6,6 +6,7 @@ and gradient finalization over packed micro-batches, one of them a dummy.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,12 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Its output layer is as much work as 2.6 layers."""
+    return Case(tmp_path_factory.mktemp("wide"), "qwen3", vocab_size=1501)
+
+
+@pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("llama"), "llama", rope_parameters=LLAMA3)
 
@@ -239,6 +246,26 @@ def test_untied_model_is_transformers(untied: Case, world: int, layout: dict[str
     check(untied, world, **layout)
 
 
+@pytest.mark.parametrize(
+    ("world", "layout"), [(2, {"pp": 2}), (3, {"pp": 3}), (4, {"tp": 2, "pp": 2})], ids=str
+)
+def test_stages_of_unlike_size_are_transformers(wide: Case, world: int, layout: dict[str, Any]) -> None:
+    check(wide, world, **layout)
+
+
+def layers_here(rank: int, world: int, case: Case) -> list[str]:
+    topology = initialize(pipeline_model_parallel_size=world)
+    models = build_model(case.hf_config, topology, ModelOptions(), value_head=case.values)
+    found = (re.match(r"decoder.layers.(\d+)", name) for name in global_parameters(models))
+    return sorted({match[1] for match in found if match})
+
+
+def test_stages_have_layers_by_their_work(wide: Case, critic: Case) -> None:
+    assert run_ranks(layers_here, 2, wide) == [["0", "1", "2"], ["3"]]
+    assert run_ranks(layers_here, 3, wide) == [["0"], ["1", "2"], ["3"]]
+    assert run_ranks(layers_here, 2, critic) == [["0", "1"], ["2", "3"]]
+
+
 @pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"tp": 2}), (2, {"cp": 2})], ids=str)
 def test_llama_with_scaled_rope_is_transformers(llama: Case, world: int, layout: dict[str, Any]) -> None:
     check(llama, world, **layout)
@@ -250,7 +277,7 @@ def test_qwen2_with_biases_is_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [(1, {}), (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2}), (2, {"cp": 2})],
+    [(1, {}), (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2}), (3, {"pp": 3}), (2, {"cp": 2})],
     ids=str,
 )
 def test_values_and_gradients_of_the_critic(critic: Case, world: int, layout: dict[str, Any]) -> None:
@@ -278,8 +305,8 @@ def test_bf16_stays_close_and_keeps_the_head_in_fp32(tied: Case, critic: Case, v
 
 
 def test_layout_that_does_not_divide_the_model_says_so(tied: Case) -> None:
-    topology = Topology(world=4, rank=0, tp=4, pp=3)
+    topology = Topology(world=4, rank=0, tp=4, pp=5)
     with pytest.raises(
-        ValueError, match=r"TP 4 does not divide its 2 key/value heads.*do not divide its 4 layers"
+        ValueError, match=r"TP 4 does not divide its 2 key/value heads.*stages without one of its 4 layers"
     ):
         build_model(tied.hf_config, topology, ModelOptions(), value_head=False)
