@@ -77,24 +77,32 @@ class ModelShape:
         layers = self.layers * (self.layer_matrices + self.layer_norms)
         return self.vocab * self.hidden + layers + self.hidden + head
 
-    def stage_layers(self, pp: int, vpp: int = 1, *, value_head: bool = False) -> tuple[int, ...]:
-        """Layers of each pipeline stage. The last one multiplies with the output layer too and gets fewer,
-        so that the slowest stage has as little to multiply as can be; where that makes no difference, and
-        where stages are interleaved, all have as many."""
+    def stage_layers(
+        self, pp: int, vpp: int = 1, *, value_head: bool = False, chunk: int = 1
+    ) -> tuple[int, ...]:
+        """Layers of each of at most `layers` pipeline stages. The last one has the output layer too and gets
+        fewer, so that the slowest stage has as few weights to multiply with as can be, as if every token
+        passed through the output layer. All have as many where that is no slower, and where stages are
+        interleaved. `chunk` layers stay together."""
         if pp == 1 or vpp > 1:
             return (self.layers // pp,) * pp
         output = 0.0 if value_head else self.vocab * self.hidden / self.layer_matrices
-        few = range(1, self.layers - pp + 2)  # on the last stage, with one at least on each of the others
-        most = {n: max(math.ceil((self.layers - n) / (pp - 1)), n + output) for n in few}
-        last = min(most, key=lambda n: (most[n], abs(n - self.layers / pp)))
-        each, more = divmod(self.layers - last, pp - 1)
-        # a stage near the beginning keeps activations of more micro-batches: it has the fewer layers
-        return (*(each + (stage >= pp - 1 - more) for stage in range(pp - 1)), last)
+        chunks = self.layers // chunk
+        few = range(1, chunks - pp + 2)  # on the last stage, with one at least on each of the others
+        most = {n: max(math.ceil((chunks - n) / (pp - 1)), n + output / chunk) for n in few}
+        # a stage near the beginning keeps activations of more micro-batches: if any, it has the fewer layers
+        last = min(most, key=lambda n: (most[n], abs(n - chunks / pp), -n))
+        each, more = divmod(chunks - last, pp - 1)
+        counts = (*(each + (stage >= pp - 1 - more) for stage in range(pp - 1)), last)
+        return tuple(n * chunk for n in counts)
 
-    def parameters_on(self, stage: int, tp: int, pp: int, vpp: int = 1, *, value_head: bool = False) -> int:
-        """Of a rank on pipeline stage `stage`. A tied embedding lies on the first and on the last stage."""
+    def parameters_on(
+        self, stage: int, tp: int, pp: int, vpp: int = 1, *, value_head: bool = False, chunk: int = 1
+    ) -> int:
+        """Of a rank on pipeline stage `stage`, as `stage_layers` has them. A tied embedding lies on the first
+        and on the last stage."""
         vocabulary = math.ceil(self.vocab / tp) * self.hidden
-        layers = self.stage_layers(pp, vpp, value_head=value_head)[stage]
+        layers = self.stage_layers(pp, vpp, value_head=value_head, chunk=chunk)[stage]
         count = layers * (self.layer_matrices // tp + self.layer_norms)
         if stage == 0:
             count += vocabulary
@@ -127,17 +135,33 @@ def layout_problems(shape: ModelShape, config: PPOConfig) -> Iterator[tuple[str,
             "tensor_model_parallel_size",
             f"TP {tp} does not divide {' and '.join(wrong)}; use {_listed(fitting)}",
         )
-    if pp > shape.layers:
+    chunk = recomputed_together(m.recompute_method, m.recompute_num_layers)
+    if shape.layers % chunk:
+        fitting = _divisors(shape.layers)
+        yield (
+            "recompute_num_layers",
+            f"{chunk} layers recomputed together do not divide {shape.layers} layers; use {_listed(fitting)}",
+        )
+    elif pp * chunk > shape.layers:
+        together = "" if chunk == 1 else f", recomputed {chunk} at a time"
         yield (
             "pipeline_model_parallel_size",
-            f"PP {pp} leaves stages without a layer: the model has {shape.layers}; use at most as many",
+            f"PP {pp} leaves stages without a layer: the model has {shape.layers}{together}; use at most"
+            f" {shape.layers // chunk}",
         )
-    elif vpp > 1 and shape.layers % (pp * vpp):
-        fitting = _divisors(shape.layers // pp) if shape.layers % pp == 0 else [1]
+    elif vpp > 1 and shape.layers % (pp * vpp * chunk):
+        fitting = _divisors(shape.layers // (pp * chunk)) if shape.layers % (pp * chunk) == 0 else [1]
+        together = "" if chunk == 1 else f", recomputed {chunk} at a time"
         yield (
             "virtual_pipeline_model_parallel_size",
-            f"PP {pp} x VPP {vpp} does not divide {shape.layers} layers; use VPP {_listed(fitting)}",
+            f"PP {pp} x VPP {vpp} does not divide {shape.layers} layers{together}; use VPP"
+            f" {_listed(fitting)}",
         )
+
+
+def recomputed_together(method: str | None, count: int | None) -> int:
+    """Layers that are recomputed as one, and so must be on one stage."""
+    return count if method == "uniform" and count else 1
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Loops over floats that numba compiles for this processor, and what they share.
 
 Compiled code is kept beside the file of its function (or in numba's cache directory, where that cannot be
-written) and made anew when that file changes; after a change of this one, remove the others' `__pycache__`.
+written) and made anew when that file changes, or one of those whose loops it imports.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
+from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
 
 
@@ -26,11 +27,20 @@ def _compiler(*fastmath: str) -> Callable[[Callable[..., Any]], Any]:
 
     def compiled(function: Callable[..., Any]) -> Any:
         try:
-            return njit(function, cache=True, **options)
+            result = njit(function, cache=True, **options)
         except RuntimeError:  # no place where it can be kept: every process compiles it
             return njit(function, **options)
+        _depend_on_imports(result)
+        return result
 
     return compiled
+
+
+def _depend_on_imports(compiled: Any) -> None:
+    """numba knows a kept function by its own file alone, although it holds all the loops that it calls."""
+    loops = (x for x in compiled.py_func.__globals__.values() if isinstance(x, Dispatcher))
+    files = [x._cache._cache_file for x in (compiled, *loops) if hasattr(x._cache, "_cache_file")]
+    files[0]._source_stamp = tuple(sorted({repr(file._source_stamp) for file in files}))
 
 
 # sums may be taken in any order, as in every matrix product; NaN and infinity mean what they always do

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ppo_lightning.architecture import ModelShape, layout_problems
+from ppo_lightning.architecture import ModelShape, layout_problems, recomputed_together
 from ppo_lightning.checks import checkpoint_problems, file_problems
 from ppo_lightning.config import ConfigError
 
@@ -121,7 +121,11 @@ def _parameters_on(config: PPOConfig, shape: ModelShape, stage: int, role: str) 
         m.pipeline_model_parallel_size,
         m.virtual_pipeline_model_parallel_size or 1,
     )
-    return shape.parameters_on(stage, *sizes, value_head=role == "critic")
+    return shape.parameters_on(stage, *sizes, value_head=role == "critic", chunk=_chunk(config))
+
+
+def _chunk(config: PPOConfig) -> int:
+    return recomputed_together(config.model.recompute_method, config.model.recompute_num_layers)
 
 
 def roles(config: PPOConfig) -> list[str]:
@@ -179,7 +183,7 @@ def _layers_of(config: PPOConfig, shape: ModelShape, stage: int) -> str:
         return ", ".join(_range((chunk * pp + stage) * size, size) for chunk in range(chunks))
     texts = {}
     for role in roles(config):
-        layers = shape.stage_layers(pp, value_head=role == "critic")
+        layers = shape.stage_layers(pp, value_head=role == "critic", chunk=_chunk(config))
         texts[role] = _range(sum(layers[:stage]), layers[stage])
     own = texts["actor"]
     return own if texts.get("critic", own) == own else f"{own}, critic {texts['critic']}"

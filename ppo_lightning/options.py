@@ -85,7 +85,9 @@ class ModelOptions:
     finetune: bool = switch("take only weights from --load: fresh optimizers, schedules and loop")
     tensor_model_parallel_size: int = option(1, "ranks that share each layer (TP)", at_least=1)
     pipeline_model_parallel_size: int = option(
-        1, "ranks that share the stack of layers (PP), by their work: the output layer counts", at_least=1
+        1,
+        "pipeline stages (PP); the last has fewer layers where it computes the output layer too",
+        at_least=1,
     )
     virtual_pipeline_model_parallel_size: int | None = option(
         None, "model chunks a pipeline rank holds, interleaved (VPP)", at_least=1

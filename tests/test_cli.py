@@ -371,6 +371,9 @@ def test_a_model_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ]
 
 
+UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform"}
+
+
 @pytest.mark.parametrize(
     ("flat", "message"),
     [
@@ -380,7 +383,15 @@ def test_a_model_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ),
         (
             {"pipeline_model_parallel_size": 6},
-            "PP 6 leaves stages without a layer: the model has 4; use at most as many",
+            "PP 6 leaves stages without a layer: the model has 4; use at most 4",
+        ),
+        (
+            UNIFORM | {"recompute_num_layers": 3},
+            "3 layers recomputed together do not divide 4 layers; use 1, 2 or 4",
+        ),
+        (
+            UNIFORM | {"recompute_num_layers": 2, "pipeline_model_parallel_size": 3},
+            "PP 3 leaves stages without a layer: the model has 4, recomputed 2 at a time; use at most 2",
         ),
         (
             {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4},
@@ -429,7 +440,7 @@ def test_parameter_counts_are_those_of_transformers(arch: str, tied: bool, tmp_p
         (8, 8192, 2, (5, 3), (4, 4)),  # the output layer is as much as 2.4 layers: 5 and 5.4, not 4 and 6.4
         (8, 512, 2, (4, 4), (4, 4)),  # as 0.15 layers: 4 and 4.15
         (8, 8192, 4, (2, 2, 3, 1), (2, 2, 2, 2)),
-        (7, 512, 2, (4, 3), (4, 3)),
+        (7, 512, 2, (4, 3), (3, 4)),
         (10, 8192, 3, (4, 4, 2), (3, 4, 3)),
         (3, 100_000, 3, (1, 1, 1), (1, 1, 1)),
     ],
@@ -440,6 +451,12 @@ def test_stages_have_as_much_to_multiply(
     shape = ModelShape("qwen3", layers, 384, 768, 4, 2, 96, vocab, True, 1024)
     assert shape.stage_layers(pp) == actor
     assert shape.stage_layers(pp, value_head=True) == critic
+
+
+def test_layers_that_are_recomputed_together_stay_on_one_stage() -> None:
+    shape = ModelShape("qwen3", 8, 384, 768, 4, 2, 96, 8192, True, 1024)
+    assert shape.stage_layers(2, chunk=2) == (6, 2)  # 6 and 4.4 rather than 4 and 6.4
+    assert shape.stage_layers(2, chunk=4) == (4, 4)
 
 
 def test_stages_of_every_size_hold_every_layer() -> None:

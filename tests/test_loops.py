@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,28 @@ def test_a_loop_that_cannot_be_kept_is_compiled_all_the_same() -> None:
     home: dict[str, Any] = {}
     exec("def twice(x):\n    return x + x", home)
     assert loop(home["twice"])(np.float32(2)) == 4
+
+
+def test_kept_loops_are_made_anew_when_one_that_they_call_has_changed(tmp_path: Path) -> None:
+    """`outer` holds the compiled `inner`, whose file alone changes."""
+    head = "from ppo_lightning.compiled import loop\n"
+    (tmp_path / "inner.py").write_text(head + "@loop\ndef inner(x):\n    return x + 1\n")
+    (tmp_path / "outer.py").write_text(
+        head + "from inner import inner\n@loop\ndef outer(x):\n    return inner(x)\n"
+        "print(outer(1), 'kept' if outer.stats.cache_hits else 'made')\n"
+    )
+
+    def says() -> str:
+        environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-c", "import outer"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    assert says() == "2 made"
+    assert says() == "2 kept"
+    text = (tmp_path / "inner.py").read_text()
+    (tmp_path / "inner.py").write_text(text.replace("x + 1", "x + 10"))
+    assert says() == "11 made"
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -133,11 +157,14 @@ def test_products_touch_no_other_panels() -> None:
     [
         [np.ones((1, 5)), np.ones((7, 5)), np.ones((1, 7))],
         [np.ones((1, 5, LANES)), np.ones((5, 7)).T, np.ones((1, 7, LANES))],
+        [np.ones((1, 5, LANES)), np.ones((7, 6)), np.ones((1, 7, LANES))],
+        [np.ones((1, 5, LANES)), np.ones((7, 5)), np.ones((1, 6, LANES))],
+        [np.ones((1, 5, LANES + 1)), np.ones((7, 5)), np.ones((1, 7, LANES + 1))],
     ],
 )
 def test_products_take_nothing_but_panels_and_whole_weights(arrays: list[np.ndarray]) -> None:
     """An array that lies otherwise would be read beyond its end."""
-    with pytest.raises(TypingError):
+    with pytest.raises((TypingError, ValueError)):
         linear(*(np.array(x, np.float32, order="K", copy=True) for x in arrays), 0, 1, False)
 
 
@@ -259,6 +286,31 @@ def test_a_row_does_not_depend_on_the_others_nor_on_threads(checkpoint: Path, th
     assert torch.equal(logits([6, 2, 18]), everything[[6, 2, 18]])
     threads(3)
     assert torch.equal(logits(list(range(19))), everything)
+
+
+def test_rows_come_and_go_and_one_that_is_nan_stays_alone(checkpoint: Path) -> None:
+    """Buffers are those of the largest batch so far."""
+    decoder = DenseDecoder(HFEngine(str(checkpoint))._loaded())
+    layers = len(decoder.head_norms)
+
+    def logits(rows: int, spoilt: int | None = None) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        shape = (20, decoder.groups, 3, decoder.width)
+        read = [torch.randn(shape, generator=generator)[:rows] for _ in range(2 * layers)]
+        if spoilt is not None:
+            read[layers][spoilt] = torch.nan
+        cache = decoder.cache(read[:layers], read[layers:], torch.zeros(rows, dtype=torch.int64), 1)
+        with torch.inference_mode():
+            return decoder.step(torch.arange(rows), cache, decoder.angles(4)).clone()
+
+    few = logits(3)
+    many = logits(20)
+    assert torch.equal(many[:3], few)
+    spoilt = logits(20, spoilt=17)
+    assert spoilt[17].isnan().all()
+    assert torch.equal(spoilt[:17], many[:17])
+    assert torch.equal(logits(18)[:17], many[:17])
+    assert torch.equal(logits(3), few)
 
 
 def test_models_whose_layers_differ_are_left_to_their_modules(tmp_path: Path) -> None:

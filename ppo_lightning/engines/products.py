@@ -112,6 +112,8 @@ def linear(x, w, out, low, high, add):  # type: ignore[no-untyped-def]
     """out[low : high] = (out +) x w' for x [p, k, LANES], w [n, k], out [p, n, LANES]. The columns of a tile
     lie as far apart as they can: memory hands out several streams side by side faster than a single one."""
     columns, inputs = w.shape
+    if x.shape[1] != inputs or out.shape[1] < columns or not x.shape[2] == out.shape[2] == LANES:
+        raise ValueError("panels and weights do not fit together")
     apart = columns // COLUMNS
     for first in range(0, inputs, _BLOCK):
         last = min(first + _BLOCK, inputs)

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from ppo_lightning.architecture import ModelShape
+from ppo_lightning.architecture import ModelShape, recomputed_together
 from ppo_lightning.megatron import cpu
 from ppo_lightning.megatron.attention import PackedAttention, RotaryAttention
 from ppo_lightning.megatron.batching import PackedBatch
@@ -146,7 +146,7 @@ def build_model(
     """
     cpu.prepared()
     arch = architecture(hf_config)
-    check_division(arch, topology)
+    check_division(arch, topology, _chunk(options))
     config = transformer_config(hf_config, topology, options, params_dtype, value_head=value_head)
     models: list[nn.Module] = []
     for stage in range(topology.vpp or 1):
@@ -203,7 +203,7 @@ def transformer_config(
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
         virtual_pipeline_model_parallel_size=topology.vpp,
-        pipeline_model_parallel_layout=_uneven_stages(arch, topology, value_head=value_head),
+        pipeline_model_parallel_layout=_uneven_stages(arch, topology, options, value_head=value_head),
         context_parallel_size=topology.cp,
         sequence_parallel=topology.sequence_parallel,
         params_dtype=dtype,
@@ -230,9 +230,15 @@ def transformer_config(
     )
 
 
-def _uneven_stages(arch: ModelShape, topology: Topology, *, value_head: bool) -> str | None:
+def _chunk(options: ModelOptions) -> int:
+    return recomputed_together(options.recompute_method, options.recompute_num_layers)
+
+
+def _uneven_stages(
+    arch: ModelShape, topology: Topology, options: ModelOptions, *, value_head: bool
+) -> str | None:
     """Megatron's notation of stages with unlike numbers of layers: "Ett|tL" """
-    layers = arch.stage_layers(topology.pp, topology.vpp or 1, value_head=value_head)
+    layers = arch.stage_layers(topology.pp, topology.vpp or 1, value_head=value_head, chunk=_chunk(options))
     return None if len(set(layers)) == 1 else "E" + "|".join("t" * n for n in layers) + "L"
 
 
@@ -283,7 +289,7 @@ def _inverse_frequencies(hf_config: Any, arch: ModelShape) -> Tensor:
     return frequencies
 
 
-def check_division(arch: ModelShape, topology: Topology) -> None:
+def check_division(arch: ModelShape, topology: Topology, chunk: int = 1) -> None:
     """Raises ValueError naming every size of the layout that does not divide the model."""
     tp = topology.tp
     problems = [
@@ -293,11 +299,12 @@ def check_division(arch: ModelShape, topology: Topology) -> None:
     ]
     if arch.ffn % tp:
         problems.append(f"TP {tp} does not divide its MLP width {arch.ffn}")
-    if arch.layers < topology.pp:
-        problems.append(f"PP {topology.pp} leaves stages without one of its {arch.layers} layers")
-    elif topology.vpp and arch.layers % (topology.pp * topology.vpp):
-        problems.append(
-            f"PP {topology.pp} x {topology.vpp} virtual stages do not divide its {arch.layers} layers"
-        )
+    if arch.layers % chunk:
+        problems.append(f"{chunk} layers recomputed together do not divide its {arch.layers} layers")
+    elif arch.layers < topology.pp * chunk:
+        problems.append(f"PP {topology.pp} leaves stages without one of its {arch.layers // chunk} layers")
+    elif topology.vpp and arch.layers % (topology.pp * topology.vpp * chunk):
+        stages = f"PP {topology.pp} x {topology.vpp} virtual stages"
+        problems.append(f"{stages} do not divide its {arch.layers} layers")
     if problems:
         raise ValueError(f"the {arch.model_type} model does not fit the layout: " + "; ".join(problems))

@@ -101,7 +101,7 @@ class Case:
 
 def _random_model(directory: Path, arch: str, changes: dict[str, Any]) -> Any:
     if arch != "qwen2":
-        model = make_tiny_model(directory, arch, num_hidden_layers=4, **changes)
+        model = make_tiny_model(directory, arch, **{"num_hidden_layers": 4} | changes)
     else:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 320}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
@@ -256,6 +256,8 @@ def test_stages_of_unlike_size_are_transformers(wide: Case, world: int, layout: 
 def layers_here(rank: int, world: int, case: Case) -> list[str]:
     topology = initialize(pipeline_model_parallel_size=world)
     models = build_model(case.hf_config, topology, ModelOptions(), value_head=case.values)
+    count = sum(p.numel() for model in models for p in model.parameters())
+    assert count == names.architecture(case.hf_config).parameters_on(rank, 1, world, value_head=case.values)
     found = (re.match(r"decoder.layers.(\d+)", name) for name in global_parameters(models))
     return sorted({match[1] for match in found if match})
 
@@ -294,6 +296,13 @@ def test_values_and_gradients_of_the_critic(critic: Case, world: int, layout: di
 )
 def test_recomputing_activations_changes_nothing(tied: Case, options: dict[str, Any]) -> None:
     check(tied, 2, options, tp=2, sp=True)
+
+
+def test_layers_are_recomputed_together_on_stages_of_unlike_size(tmp_path: Path) -> None:
+    """Six layers and a head of 5.2: three chunks of two, of which the first stage has two."""
+    case = Case(tmp_path, "qwen3", vocab_size=3001, num_hidden_layers=6)
+    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+    check(case, 2, options, pp=2)
 
 
 @pytest.mark.parametrize("values", [False, True], ids=["policy", "critic"])
