@@ -22,6 +22,10 @@ COLUMNS = 6  # of a tile: by two panels 12 sums, which with inputs and weight fi
 _BLOCK = 1024  # inputs at a time: two panels of them stay in the second-level cache
 
 
+_NUMBER, _WORD = ir.IntType(64), ir.IntType(32)
+_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+
+
 def _tile(columns: int, panels: int) -> Any:
     """A tile of the product in LLVM's instructions: of a loop, numba would not keep 12 sums in vectors."""
 
@@ -41,67 +45,80 @@ def _tile(columns: int, panels: int) -> Any:
                 context.make_array(kind)(context, builder, value)
                 for kind, value in zip(signature.args, args[:3])
             )
-            number, vector = p.type, ir.VectorType(ir.FloatType(), LANES)
-
-            def place(array: Any, row: Any, step: int) -> Any:
-                """Where array[row] begins, of rows as long as the next dimension; `step` floats each."""
-                length = builder.mul(cgutils.unpack_tuple(builder, array.shape)[1], number(step))
-                return builder.gep(array.data, [builder.mul(row, length)])
-
-            def lanes(pointer: Any, index: Any) -> Any:
-                there = builder.gep(pointer, [builder.mul(index, number(LANES))])
-                return builder.bitcast(there, vector.as_pointer())
-
-            rows = [builder.add(p, number(i)) for i in range(panels)]
-            ns = [builder.add(n, builder.mul(apart, number(j))) for j in range(columns)]
-            inputs = [place(x, row, LANES) for row in rows]
-            weights = [place(w, column, 1) for column in ns]
-            sums = [lanes(place(out, row, LANES), column) for column in ns for row in rows]
-            with builder.if_else(add) as (onto, anew):
-                with onto:
-                    loaded = [builder.load(there, align=4) for there in sums]
-                    onto_block = builder.block
-                with anew:
-                    anew_block = builder.block
-            begun = [builder.phi(vector) for _ in sums]
-            for value, old in zip(begun, loaded):
-                value.add_incoming(old, onto_block)
-                value.add_incoming(vector([0.0] * LANES), anew_block)
-
-            before, body = builder.block, builder.append_basic_block("inputs")
-            builder.branch(body)
-            builder.position_at_end(body)
-            k, totals = builder.phi(number), [builder.phi(vector) for _ in sums]
-            values = [builder.load(lanes(pointer, k), align=4) for pointer in inputs]
-            name, kind = f"llvm.fmuladd.v{LANES}f32", ir.FunctionType(vector, [vector] * 3)
-            fused = cgutils.get_or_insert_function(builder.module, kind, name)
-            added = []
-            for j, pointer in enumerate(weights):
-                weight = _everywhere(builder, builder.load(builder.gep(pointer, [k])), vector)
-                for i, value in enumerate(values):
-                    added.append(builder.call(fused, [weight, value, totals[j * panels + i]]))
-            following = builder.add(k, number(1))
-            for phi, old, new in zip([k, *totals], [first, *begun], [following, *added]):
-                phi.add_incoming(old, before)
-                phi.add_incoming(new, body)
-            done = builder.append_basic_block("done")
-            builder.cbranch(builder.icmp_signed("<", following, last), body, done)
-            builder.position_at_end(done)
-            for there, value in zip(sums, added):
+            rows = [builder.add(p, _NUMBER(i)) for i in range(panels)]
+            ns = [builder.add(n, builder.mul(apart, _NUMBER(j))) for j in range(columns)]
+            inputs = [_place(builder, x, row, LANES) for row in rows]
+            weights = [_place(builder, w, column, 1) for column in ns]
+            sums = [_lanes(builder, _place(builder, out, row, LANES), n) for n in ns for row in rows]
+            totals = _multiplied(builder, inputs, weights, first, last, _begun(builder, sums, add))
+            for there, value in zip(sums, totals):
                 builder.store(value, there, align=4)
             return context.get_dummy_value()
 
-        index = (types.int64,) * 5
-        return types.void(x, w, out, *index, types.boolean), emit
+        return types.void(x, w, out, *(types.int64,) * 5, types.boolean), emit
 
     return tile
 
 
-def _everywhere(builder: Any, value: Any, vector: Any) -> Any:
+def _place(builder: Any, array: Any, row: Any, step: int) -> Any:
+    """Where array[row] begins: its rows are as long as the next dimension, times `step`."""
+    length = builder.mul(cgutils.unpack_tuple(builder, array.shape)[1], _NUMBER(step))
+    return builder.gep(array.data, [builder.mul(row, length)])
+
+
+def _lanes(builder: Any, panel: Any, index: Any) -> Any:
+    """Where the vector panel[index] is."""
+    there = builder.gep(panel, [builder.mul(index, _NUMBER(LANES))])
+    return builder.bitcast(there, _VECTOR.as_pointer())
+
+
+def _begun(builder: Any, sums: list[Any], add: Any) -> list[Any]:
+    """The sums so far if `add`, else zeros."""
+    with builder.if_else(add) as (onto, anew):
+        with onto:
+            loaded = [builder.load(there, align=4) for there in sums]
+            onto_block = builder.block
+        with anew:
+            anew_block = builder.block
+    begun = [builder.phi(_VECTOR) for _ in sums]
+    for value, old in zip(begun, loaded):
+        value.add_incoming(old, onto_block)
+        value.add_incoming(_VECTOR([0.0] * LANES), anew_block)
+    return begun
+
+
+def _multiplied(
+    builder: Any, inputs: list[Any], weights: list[Any], first: Any, last: Any, begun: list[Any]
+) -> list[Any]:
+    """The sums after all inputs: one turn of a loop for each, whose sums stay in registers."""
+    before, body = builder.block, builder.append_basic_block("inputs")
+    builder.branch(body)
+    builder.position_at_end(body)
+    k, totals = builder.phi(_NUMBER), [builder.phi(_VECTOR) for _ in begun]
+    values = [builder.load(_lanes(builder, panel, k), align=4) for panel in inputs]
+    name, kind = f"llvm.fmuladd.v{LANES}f32", ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    fused = cgutils.get_or_insert_function(builder.module, kind, name)
+    added: list[Any] = []
+    for column in weights:
+        weight = _everywhere(builder, builder.load(builder.gep(column, [k])))
+        added += [
+            builder.call(fused, [weight, value, totals[len(added) + i]]) for i, value in enumerate(values)
+        ]
+    following = builder.add(k, _NUMBER(1))
+    for phi, old, new in zip([k, *totals], [first, *begun], [following, *added]):
+        phi.add_incoming(old, before)
+        phi.add_incoming(new, body)
+    done = builder.append_basic_block("done")
+    builder.cbranch(builder.icmp_signed("<", following, last), body, done)
+    builder.position_at_end(done)
+    return added
+
+
+def _everywhere(builder: Any, value: Any) -> Any:
     """A vector that holds `value` in each place."""
-    nothing, word = ir.Constant(vector, ir.Undefined), ir.IntType(32)
-    alone = builder.insert_element(nothing, value, word(0))
-    return builder.shuffle_vector(alone, nothing, ir.Constant(ir.VectorType(word, LANES), [0] * LANES))
+    nothing = ir.Constant(_VECTOR, ir.Undefined)
+    alone = builder.insert_element(nothing, value, _WORD(0))
+    return builder.shuffle_vector(alone, nothing, ir.Constant(ir.VectorType(_WORD, LANES), [0] * LANES))
 
 
 _pair, _single, _column = _tile(COLUMNS, 2), _tile(COLUMNS, 1), _tile(1, 1)

@@ -34,10 +34,10 @@ from ppo_lightning.megatron.checkpoint_publish import publish
 from ppo_lightning.megatron.checkpoint_sources import weights_in
 from ppo_lightning.megatron.first_weights import load_weights
 from ppo_lightning.megatron.hf_files import COMPANIONS, HFDirectory, save_hf
-from ppo_lightning.megatron.model import ModelOptions, build_model, check_division
+from ppo_lightning.megatron.model import ModelOptions, build_model
 from ppo_lightning.megatron.names import architecture, require_supported
 from ppo_lightning.megatron.roles import Role
-from ppo_lightning.megatron.topology import Topology
+from ppo_lightning.megatron.topology import Topology, check_division
 from ppo_lightning.megatron.weights import stream
 
 RECORD = "conversion.json"  # lies in what was converted, and says from what

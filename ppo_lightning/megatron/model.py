@@ -37,7 +37,7 @@ from ppo_lightning.megatron.names import (
     has_qkv_bias,
     padded_vocab_size,
 )
-from ppo_lightning.megatron.topology import Topology
+from ppo_lightning.megatron.topology import Topology, check_division
 from ppo_lightning.samples import TokenOutputs
 
 
@@ -147,7 +147,7 @@ def build_model(
     cpu.prepared()
     arch = architecture(hf_config)
     check_division(arch, topology, _chunk(options))
-    config = transformer_config(hf_config, topology, options, params_dtype, value_head=value_head)
+    config = transformer_config(hf_config, topology, options, value_head=value_head, dtype=params_dtype)
     models: list[nn.Module] = []
     for stage in range(topology.vpp or 1):
         vp_stage = stage if topology.vpp else None
@@ -173,16 +173,11 @@ def build_model(
 
 
 def transformer_config(
-    hf_config: Any,
-    topology: Topology,
-    options: ModelOptions,
-    params_dtype: torch.dtype | None = None,
-    *,
-    value_head: bool = False,
+    hf_config: Any, topology: Topology, options: ModelOptions, *, value_head: bool, dtype: torch.dtype | None
 ) -> TransformerConfig:
     """Megatron's configuration: gradients are summed over data and context ranks, and divided by nothing."""
     arch = architecture(hf_config)
-    dtype = params_dtype or (torch.bfloat16 if options.bf16 else torch.float32)
+    dtype = dtype or (torch.bfloat16 if options.bf16 else torch.float32)
     cuda = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=arch.layers,
@@ -200,12 +195,7 @@ def transformer_config(
         activation_func=nn.functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=topology.tp,
-        pipeline_model_parallel_size=topology.pp,
-        virtual_pipeline_model_parallel_size=topology.vpp,
-        pipeline_model_parallel_layout=_uneven_stages(arch, topology, options, value_head=value_head),
-        context_parallel_size=topology.cp,
-        sequence_parallel=topology.sequence_parallel,
+        **_layout(arch, topology, options, value_head=value_head),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=options.bf16,
@@ -234,12 +224,21 @@ def _chunk(options: ModelOptions) -> int:
     return recomputed_together(options.recompute_method, options.recompute_num_layers)
 
 
-def _uneven_stages(
+def _layout(
     arch: ModelShape, topology: Topology, options: ModelOptions, *, value_head: bool
-) -> str | None:
-    """Megatron's notation of stages with unlike numbers of layers: "Ett|tL" """
-    layers = arch.stage_layers(topology.pp, topology.vpp or 1, value_head=value_head, chunk=_chunk(options))
-    return None if len(set(layers)) == 1 else "E" + "|".join("t" * n for n in layers) + "L"
+) -> dict[str, Any]:
+    """Sizes, and where stages have unlike numbers of layers these in Megatron's notation: "Ett|tL"."""
+    chunk = _chunk(options)
+    layers = arch.stage_layers(topology.pp, topology.vpp or 1, value_head=value_head, chunk=chunk)
+    uneven = "E" + "|".join("t" * n for n in layers) + "L"
+    return {
+        "tensor_model_parallel_size": topology.tp,
+        "pipeline_model_parallel_size": topology.pp,
+        "virtual_pipeline_model_parallel_size": topology.vpp,
+        "pipeline_model_parallel_layout": None if len(set(layers)) == 1 else uneven,
+        "context_parallel_size": topology.cp,
+        "sequence_parallel": topology.sequence_parallel,
+    }
 
 
 def _sum_grads(models: list[nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
@@ -287,24 +286,3 @@ def _inverse_frequencies(hf_config: Any, arch: ModelShape) -> Tensor:
         )
     frequencies, _ = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
     return frequencies
-
-
-def check_division(arch: ModelShape, topology: Topology, chunk: int = 1) -> None:
-    """Raises ValueError naming every size of the layout that does not divide the model."""
-    tp = topology.tp
-    problems = [
-        f"TP {tp} does not divide its {count} {what}"
-        for what, count in (("attention heads", arch.heads), ("key/value heads", arch.kv_heads))
-        if count % tp
-    ]
-    if arch.ffn % tp:
-        problems.append(f"TP {tp} does not divide its MLP width {arch.ffn}")
-    if arch.layers % chunk:
-        problems.append(f"{chunk} layers recomputed together do not divide its {arch.layers} layers")
-    elif arch.layers < topology.pp * chunk:
-        problems.append(f"PP {topology.pp} leaves stages without one of its {arch.layers // chunk} layers")
-    elif topology.vpp and arch.layers % (topology.pp * topology.vpp * chunk):
-        stages = f"PP {topology.pp} x {topology.vpp} virtual stages"
-        problems.append(f"{stages} do not divide its {arch.layers} layers")
-    if problems:
-        raise ValueError(f"the {arch.model_type} model does not fit the layout: " + "; ".join(problems))

@@ -145,7 +145,17 @@ def build_optimizer(
         part.init_state_fn = create_state
         if part.optimizer is not None:
             create_state(part.optimizer)
+    fuse_adam(optimizer)
     return optimizer
+
+
+def fuse_adam(optimizer: MegatronOptimizer) -> None:
+    """Let torch's Adam update a parameter on a processor in one walk over memory instead of seven. A state
+    that was loaded brings the choice of the run that saved it."""
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            if isinstance(inner, torch.optim.Adam) and all(p.device.type == "cpu" for p in group["params"]):
+                group["fused"] = True
 
 
 def parts(optimizer: MegatronOptimizer) -> list[Any]:

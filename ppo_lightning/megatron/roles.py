@@ -26,6 +26,7 @@ from ppo_lightning.megatron.optimizer import (
     build_optimizer,
     clip_gradients,
     complete_sharded_state,
+    fuse_adam,
     lr_at,
     set_lr,
 )
@@ -169,6 +170,7 @@ class Role:
             self.weights_changed()
             return
         self.optimizer.load_state_dict(state["optimizer"])
+        fuse_adam(self.optimizer)
         self.steps = int(state["opt_param_scheduler"]["num_steps"])
 
     # ---- inner ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed import distributed_c10d
 
+from ppo_lightning.architecture import ModelShape
 from ppo_lightning.megatron import cpu
 
 
@@ -137,6 +138,27 @@ def initialize(
         cp_rank=parallel_state.get_context_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
     )
+
+
+def check_division(arch: ModelShape, topology: Topology, chunk: int = 1) -> None:
+    """Raises ValueError naming every size of the layout that does not divide the model."""
+    tp = topology.tp
+    problems = [
+        f"TP {tp} does not divide its {count} {what}"
+        for what, count in (("attention heads", arch.heads), ("key/value heads", arch.kv_heads))
+        if count % tp
+    ]
+    if arch.ffn % tp:
+        problems.append(f"TP {tp} does not divide its MLP width {arch.ffn}")
+    if arch.layers % chunk:
+        problems.append(f"{chunk} layers recomputed together do not divide its {arch.layers} layers")
+    elif arch.layers < topology.pp * chunk:
+        problems.append(f"PP {topology.pp} leaves stages without one of its {arch.layers // chunk} layers")
+    elif topology.vpp and arch.layers % (topology.pp * topology.vpp * chunk):
+        stages = f"PP {topology.pp} x {topology.vpp} virtual stages"
+        problems.append(f"{stages} do not divide its {arch.layers} layers")
+    if problems:
+        raise ValueError(f"the {arch.model_type} model does not fit the layout: " + "; ".join(problems))
 
 
 @contextmanager
